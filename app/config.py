@@ -1,0 +1,153 @@
+"""The configuration, validated once by the builders in main.py and never changed afterwards.
+
+    RouterConfig > VersionConfig, RouterSettings       `args` of app.main:router
+    PoolsConfig > PoolConfig > EngineConfig            `args` of app.main:pools
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from app.errors import ConfigError
+
+EMBEDDED_MODEL = Path(__file__).parent / "assets" / "tiny"
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class FrozenModel(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+
+class ModelSource(FrozenModel):
+    """Where a checkpoint lies and under which name it is served."""
+
+    path: str = "embedded"  # a folder in Hugging Face layout; "embedded" is app/assets/tiny
+    name: str = "longspan-tiny"  # the `model` clients send
+    digest: str | None = None  # sha256 over the checkpoint's manifest; a mismatch refuses to load
+
+    @property
+    def folder(self) -> Path:
+        return EMBEDDED_MODEL if self.path == "embedded" else Path(self.path)
+
+
+class EngineConfig(FrozenModel):
+    """Limits and numerics of one engine. None means: derived from the device, dtype or model."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    num_threads: PositiveInt | None = None  # torch intra-op threads on CPU
+    max_model_len: PositiveInt | None = None  # prompt + output tokens of one sequence; None: the model's context
+    max_num_seqs: PositiveInt = 16  # sequences in one step
+    max_batched_tokens: PositiveInt = 2048  # tokens in one step
+    max_chunk_tokens: PositiveInt = 512  # prompt tokens one sequence computes in one step
+    cache_blocks: PositiveInt | None = None  # None: cache_memory_bytes decides
+    cache_memory_bytes: PositiveInt | None = None  # None: 256 MiB on CPU, 90% of the free memory on CUDA
+    prefix_caching: bool = True
+    batch_invariant: bool | None = None  # None: on for float32 on CPU, off elsewhere
+    max_waiting_seqs: PositiveInt = 256
+    kernel_backend: Literal["torch", "triton"] | None = None  # None: triton on CUDA tensors, torch on CPU tensors
+
+    @model_validator(mode="after")
+    def _chunk_fits_step(self) -> Self:
+        if self.max_num_seqs > self.max_batched_tokens:
+            raise ValueError("max_num_seqs: must not exceed max_batched_tokens, a running sequence takes one token a step")
+        return self
+
+
+class PoolConfig(FrozenModel):
+    """A pool: identical engine replicas behind one Serve deployment."""
+
+    engine: EngineConfig = EngineConfig()
+    num_replicas: PositiveInt = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 1.0  # Ray CPUs a replica holds
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    max_ongoing_requests: PositiveInt = 512
+    graceful_shutdown_timeout_s: PositiveFloat = 600.0  # at least the longest stream
+    health_check_period_s: PositiveFloat = 10.0
+    health_check_timeout_s: PositiveFloat = 30.0
+
+
+class PoolsConfig(FrozenModel):
+    """`args` of app.main:pools: one version of one model, as a short and a long pool."""
+
+    model: ModelSource = ModelSource()
+    short: PoolConfig = PoolConfig()
+    long: PoolConfig = PoolConfig()
+
+
+class RouterSettings(FrozenModel):
+    """What may change while the router runs (`user_config`)."""
+
+    weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {}  # share of traffic by application; empty: all equal
+    short_max_cost_tokens: PositiveInt = 2048  # prompt + expected output up to here goes to the short pool
+    expected_output_tokens: PositiveInt = 256  # until a bucket has its own running estimate
+    default_timeout_s: PositiveFloat | None = None
+    max_ongoing_requests: PositiveInt = 1024  # past it: 429
+
+
+class VersionConfig(FrozenModel):
+    """One application of pools the router may send to."""
+
+    app: str  # the Serve application's name
+    model: ModelSource = ModelSource()
+
+
+class RouterConfig(FrozenModel):
+    """`args` of app.main:router. Also seen by each pool's limits: a request must fit one of the versions' pools."""
+
+    versions: tuple[VersionConfig, ...] = (VersionConfig(app="pools"),)
+    num_replicas: PositiveInt = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 0.5
+    max_body_bytes: PositiveInt = 4 * 1024 * 1024
+    settings: RouterSettings = RouterSettings()  # used until a `user_config` arrives
+
+    @model_validator(mode="after")
+    def _versions_are_distinct(self) -> Self:
+        apps = [version.app for version in self.versions]
+        if not apps:
+            raise ValueError("versions: at least one is needed")
+        if len(set(apps)) != len(apps):
+            raise ValueError(f"versions: each application once, got {apps}")
+        return self
+
+
+Model = TypeVar("Model", bound=FrozenModel)
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+def load_config(cls: type[Model], values: dict[str, Any], *, where: str = "") -> Model:
+    """Expand ${VAR} in every string, then validate.
+
+    Raises ConfigError that names the dotted path of the first wrong field, under the prefix `where`.
+    """
+    try:
+        return cls.model_validate(_expand(values, where))
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in (where, *first["loc"]) if part != "")
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{path}: {message}" if path else message, field=path or None) from None
+
+
+def _expand(value: Any, path: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _expand(item, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_expand(item, f"{path}.{index}".lstrip(".")) for index, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+
+    def replace(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in os.environ:
+            raise ConfigError(f"{path}: the environment variable {name} is not set", field=path)
+        return os.environ[name]
+
+    return _VARIABLE.sub(replace, value)

@@ -1,0 +1,30 @@
+"""What one step feeds the model: the engine fills it, model and kernels only read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """A ragged batch of `num_seqs` sequences, decodes (one new token) first, then prefill chunks.
+
+        token_ids  | d0 | d1 | p0 p0 p0 | p1 p1 | pad pad |
+        query_starts 0    1    2          5       7           (num_seqs + 1)
+
+    Sequence i computes tokens [context_lens[i] - num_new, context_lens[i]); its cache holds the earlier ones.
+    Rows past query_starts[-1] are padding: slot -1, position 0, no sequence.
+    """
+
+    token_ids: torch.Tensor  # [num_tokens] int64, padding included
+    positions: torch.Tensor  # [num_tokens] int64
+    slots: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset; -1 is not written
+    query_starts: torch.Tensor  # [num_seqs + 1] int32
+    context_lens: torch.Tensor  # [num_seqs] int32, this step's tokens included
+    block_tables: torch.Tensor  # [num_seqs, max_blocks] int32; entries past a sequence's blocks are never read
+    logit_rows: torch.Tensor  # [num_seqs] int64: the row of each sequence's last token
+    num_decodes: int  # sequences [0, num_decodes) have one query token each
+    host_query_starts: tuple[int, ...]  # the same numbers on the host, so that no kernel launch needs a device sync
+    host_context_lens: tuple[int, ...]
