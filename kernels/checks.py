@@ -8,6 +8,15 @@ import torch
 
 Backend = Literal["torch", "triton"]
 
+# On CPU a GEMM's row keeps its bits whatever rows run beside it only if the row count is a multiple of the
+# library's row tile: with 1 to 3 rows MKL takes other code paths. Everything that feeds a GEMM is padded to this.
+ROW_TILE = 8
+
+
+def padded_rows(num_rows: int) -> int:
+    """The next multiple of ROW_TILE."""
+    return -(-num_rows // ROW_TILE) * ROW_TILE
+
 
 def use_triton(tensor: torch.Tensor, backend: Backend | None) -> bool:
     """True if the Triton kernel runs: forced by `backend`, else chosen by the tensor's device.
