@@ -1,0 +1,78 @@
+"""One step's work: which sequences, how many new tokens each, and its form as the model's input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from app.engine.sequence import Sequence
+from app.model.inputs import ModelInput
+from kernels.checks import padded_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences with one new token come first: they share the decode kernels."""
+
+    sequences: tuple[Sequence, ...]
+    num_new_tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, scheduled: Seq[tuple[Sequence, int]]) -> Batch:
+        ordered = sorted(scheduled, key=lambda pair: pair[1] > 1)
+        return cls(tuple(seq for seq, _ in ordered), tuple(count for _, count in ordered))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_new_tokens)
+
+    @property
+    def samples(self) -> list[int]:
+        """Rows whose sequence is fully computed after this step, so that it samples a token."""
+        return [
+            row
+            for row, (seq, count) in enumerate(zip(self.sequences, self.num_new_tokens, strict=True))
+            if count == seq.num_new_tokens
+        ]
+
+
+def to_model_input(batch: Batch, block_size: int, device: torch.device) -> ModelInput:
+    """Lay the batch out as the arrays of ModelInput. Token rows are padded to the row tile of the GEMMs."""
+    counts = np.array(batch.num_new_tokens, dtype=np.int64)
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    num_tokens = padded_rows(int(starts[-1]))
+    token_ids = np.zeros(num_tokens, dtype=np.int64)
+    positions = np.zeros(num_tokens, dtype=np.int64)
+    slots = np.full(num_tokens, -1, dtype=np.int64)
+    context_lens = np.empty(len(counts), dtype=np.int32)
+    tables = np.zeros((len(counts), max(len(seq.block_ids) for seq in batch.sequences)), dtype=np.int32)
+    for row, seq in enumerate(batch.sequences):
+        first, end = seq.num_computed_tokens, seq.num_computed_tokens + batch.num_new_tokens[row]
+        rows = slice(starts[row], starts[row + 1])
+        tables[row, : len(seq.block_ids)] = seq.block_ids
+        context_lens[row] = end
+        token_ids[rows] = seq.token_ids[first:end]
+        span = np.arange(first, end)
+        positions[rows] = span
+        slots[rows] = tables[row, span // block_size].astype(np.int64) * block_size + span % block_size
+
+    def put(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+        tensor = torch.from_numpy(array)
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+    return ModelInput(
+        token_ids=put(token_ids),
+        positions=put(positions),
+        slots=put(slots),
+        query_starts=put(starts),
+        context_lens=put(context_lens),
+        block_tables=put(tables),
+        logit_rows=put(starts[1:].astype(np.int64) - 1),
+        num_decodes=sum(count == 1 for count in batch.num_new_tokens),
+        host_query_starts=tuple(starts.tolist()),
+        host_context_lens=tuple(context_lens.tolist()),
+    )

@@ -1,0 +1,206 @@
+"""One engine: a thread that steps over the scheduled sequences, and async streams of what it produces.
+
+`Engine.step` is the loop: schedule, forward, sample, commit. A lock guards the scheduler's books; it is never held
+while the model runs, so adding, aborting and asking for stats never wait for a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from app.engine.runner import Runner
+from app.engine.sampler import Sampler
+from app.engine.scheduler import Scheduler
+from app.errors import DeadlineExceededError, EngineError, UnavailableError
+from app.protocol import EngineStats, GenerateRequest, TokenChunk
+
+logger = logging.getLogger(__name__)
+MAX_FAILED_STEPS = 3  # in a row; then the engine is dead, not unlucky
+IDLE_WAIT_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """Where a sequence's chunks go: a queue that belongs to the caller's event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[TokenChunk]
+
+
+class Engine:
+    def __init__(self, scheduler: Scheduler, runner: Runner, sampler: Sampler, *, version: str) -> None:
+        self.version = version
+        self.limits = scheduler.limits
+        self._scheduler = scheduler
+        self._runner = runner
+        self._sampler = sampler
+        self._streams: dict[str, _Stream] = {}
+        self._changed = threading.Condition()  # its lock guards the scheduler and the streams
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._fatal: str | None = None
+        self._last_progress_s = time.monotonic()
+
+    # ---- the loop ----
+
+    def step(self) -> list[TokenChunk]:
+        """Run one step; returns what it produced, in no particular order. Needs no thread and no event loop."""
+        with self._changed:
+            expired = self._scheduler.expire(time.monotonic())
+            batch = self._scheduler.schedule()
+            if batch is None:
+                self._changed.wait(IDLE_WAIT_S)  # nothing fits right now; an abort or a deadline will change that
+                return expired
+        start = time.monotonic()
+        logits = self._runner.forward(batch)
+        rows = batch.samples
+        sampled = self._sampler.sample(logits[rows], [batch.sequences[row] for row in rows])
+        with self._changed:
+            self._last_progress_s = time.monotonic()
+            self._scheduler.stats.record_step_time(self._last_progress_s - start)
+            return expired + self._scheduler.commit(batch, sampled.token_ids, sampled.logprobs)
+
+    def _run(self) -> None:
+        failures = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._scheduler.has_work or self._stopping)
+                if self._stopping:
+                    return
+            try:
+                self._deliver(self.step())
+                failures = 0
+            except Exception as error:
+                failures += 1
+                logger.exception("engine step failed (%d in a row)", failures)
+                self._fail_running(f"engine step failed: {type(error).__name__}")
+                if failures == MAX_FAILED_STEPS:
+                    self._die(f"{MAX_FAILED_STEPS} engine steps in a row failed, last: {type(error).__name__}: {error}")
+                    return
+
+    def _fail_running(self, message: str) -> None:
+        with self._changed:
+            chunks = [self._scheduler.abort(request_id, "error", message) for request_id in self._scheduler.request_ids]
+        self._deliver([chunk for chunk in chunks if chunk])
+
+    def _die(self, message: str) -> None:
+        with self._changed:
+            self._fatal = message
+        self._fail_running(message)
+
+    def _deliver(self, chunks: list[TokenChunk]) -> None:
+        """Hand chunks to their streams: one wake-up per event loop and step."""
+        per_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, TokenChunk]]] = defaultdict(list)
+        with self._changed:
+            for chunk in chunks:
+                if stream := self._streams.get(chunk.request_id):
+                    per_loop[stream.loop].append((stream, chunk))
+        for loop, pairs in per_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_put_all, pairs)
+
+    # ---- what callers use ----
+
+    @property
+    def has_work(self) -> bool:
+        with self._changed:
+            return self._scheduler.has_work
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="longspan-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its current step; streams still open end with an error chunk."""
+        with self._changed:
+            self._stopping = True
+            self._fatal = self._fatal or "the engine was stopped"
+            self._changed.notify_all()
+        if self._thread:
+            self._thread.join()
+        self._fail_running("the engine was stopped")
+
+    def validate(self, request: GenerateRequest) -> None:
+        """Raise the error `generate` would end in at once; changes nothing."""
+        with self._changed:
+            self._scheduler.validate(request)
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request without a stream: for loops that call `step` themselves. Raises RequestError."""
+        with self._changed:
+            self._scheduler.add(request)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Stream a request's chunks, one per step that adds to it; the last one has a finish_reason.
+
+        Closing the iterator or cancelling its task aborts the request and frees its blocks at once.
+        Raises RequestError or OverloadedError before the first chunk, DeadlineExceededError if the deadline passes
+        before any token, EngineError if the engine fails before any token.
+        """
+        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
+        with self._changed:
+            if self._fatal:
+                raise UnavailableError(self._fatal)
+            if not self._scheduler.has_work:
+                self._last_progress_s = time.monotonic()
+            self._scheduler.add(request)
+            self._streams[request.request_id] = stream
+            self._changed.notify_all()
+        try:
+            while True:
+                chunk = await stream.queue.get()
+                if not chunk.num_output_tokens:
+                    _raise_failure(chunk)
+                yield chunk
+                if chunk.finish_reason:
+                    return
+        finally:
+            self.abort(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, whatever its state; its blocks are free when this returns. Unknown ids are ignored."""
+        with self._changed:
+            self._streams.pop(request_id, None)
+            self._scheduler.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        with self._changed:
+            return self._scheduler.snapshot()
+
+    def check_health(self, stall_s: float = 60.0) -> None:
+        """Raise EngineError if the thread is gone, or if work has waited `stall_s` seconds without a step."""
+        with self._changed:
+            has_work = self._scheduler.has_work
+        if self._fatal:
+            raise EngineError(self._fatal)
+        if self._thread and not self._thread.is_alive():
+            raise EngineError("the engine thread has ended")
+        if has_work and time.monotonic() - self._last_progress_s > stall_s:
+            raise EngineError(f"no step for {stall_s:g} s while requests wait")
+
+    def reset(self) -> None:
+        """Forget cached prefixes and counts, as if just started. For an engine without work."""
+        with self._changed:
+            self._scheduler.reset()
+
+    def check_integrity(self) -> None:
+        with self._changed:
+            self._scheduler.check_integrity()
+
+
+def _put_all(pairs: list[tuple[_Stream, TokenChunk]]) -> None:
+    for stream, chunk in pairs:
+        stream.queue.put_nowait(chunk)
+
+
+def _raise_failure(chunk: TokenChunk) -> None:
+    if chunk.finish_reason == "deadline":
+        raise DeadlineExceededError("the deadline passed before the first token")
+    if chunk.finish_reason == "error":
+        raise EngineError(chunk.error or "the engine failed")

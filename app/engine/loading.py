@@ -1,0 +1,145 @@
+"""From configuration to a running engine: numerics, model, cache, self-test. Derived values stay in here."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from app.cache.layout import CacheLayout
+from app.config import EngineConfig, ModelSource
+from app.engine.engine import Engine
+from app.engine.runner import Runner
+from app.engine.sampler import Sampler
+from app.engine.scheduler import Limits, Scheduler
+from app.errors import ConfigError, PreflightError
+from app.model.config import ModelConfig
+from app.model.transformer import Transformer
+from app.model.weights import checkpoint_digest, load_weights
+from app.protocol import GenerateRequest, SamplingParams
+
+logger = logging.getLogger(__name__)
+CPU_CACHE_BYTES = 256 * 2**20
+CUDA_CACHE_SHARE = 0.9  # of the memory free after the weights are loaded
+
+
+def load_engine(source: ModelSource, config: EngineConfig) -> Engine:
+    """Load the checkpoint, allocate the cache and run the self-test; the engine's thread is not started yet.
+
+    Raises CheckpointError, ConfigError (a limit the model cannot meet) or PreflightError (no such device, no memory).
+    """
+    start = time.monotonic()
+    device = _device(config)
+    dtype = _dtype(config, device)
+    if device.type == "cpu" and config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    model_config = ModelConfig.from_folder(source.folder)
+    version = checkpoint_digest(source.folder, expected=source.digest)
+    invariant = is_batch_invariant(config, device, dtype)
+    weights = load_weights(source.folder, model_config, device=device, dtype=dtype)
+    model = Transformer(
+        model_config, weights, device=device, dtype=dtype, absorbed_prefill=invariant, backend=config.kernel_backend
+    )
+    engine = build_engine(model, model_config, config, device=device, dtype=dtype, version=version)
+    self_test(engine, must_be_invariant=invariant)
+    logger.info(
+        "engine ready in %.1f s: %s, %s on %s, %d cache blocks",
+        time.monotonic() - start, source.name, str(dtype).removeprefix("torch."), device, engine.stats().num_blocks,
+    )  # fmt: skip
+    return engine
+
+
+def build_engine(
+    model: Transformer,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    version: str,
+) -> Engine:
+    """An engine around a model in memory."""
+    layout = CacheLayout.of(model_config, dtype)
+    num_blocks = _num_blocks(config, layout, device)
+    scheduler = Scheduler(_limits(config, model_config), layout, num_blocks, version)
+    runner = Runner(model, layout.allocate(num_blocks, device), device)
+    sampler = Sampler(frozenset(model_config.eos_token_ids), config.kernel_backend)
+    return Engine(scheduler, runner, sampler, version=version)
+
+
+def is_batch_invariant(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    default = device.type == "cpu" and dtype == torch.float32
+    return default if config.batch_invariant is None else config.batch_invariant
+
+
+def self_test(engine: Engine, *, must_be_invariant: bool) -> None:
+    """Generate two short sequences together and alone. Raises PreflightError if the results cannot be right."""
+    vocab = engine.limits.vocab_size
+    prompts = [tuple((7 * index + start) % vocab for index in range(length)) for start, length in ((3, 21), (5, 66))]
+    prompts = [prompt[: engine.limits.max_model_len - 2] for prompt in prompts]
+    together = _generate(engine, prompts)
+    alone = [tokens for prompt in prompts for tokens in _generate(engine, [prompt])]
+    engine.reset()
+    if must_be_invariant and together != alone:
+        raise PreflightError(
+            "batch_invariant: this machine's matrix library gives a token different logits in another batch; "
+            "set batch_invariant: false to serve without the guarantee"
+        )
+
+
+def _generate(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        engine.add(GenerateRequest(f"self-test-{index}", prompt, sampling, cache_salt="self-test"))
+    tokens: dict[str, tuple[int, ...]] = {f"self-test-{index}": () for index in range(len(prompts))}
+    while engine.has_work:
+        for chunk in engine.step():
+            tokens[chunk.request_id] += chunk.token_ids
+    return list(tokens.values())
+
+
+def _device(config: EngineConfig) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise PreflightError("engine.device: cuda was asked for, and torch sees no CUDA device")
+    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+
+
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"engine.max_model_len: {max_model_len} exceeds the model's context of {model.max_position_embeddings}",
+            field="engine.max_model_len",
+        )
+    return Limits(
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+        max_chunk_tokens=min(config.max_chunk_tokens, config.max_batched_tokens),
+        max_waiting_seqs=config.max_waiting_seqs,
+        prefix_caching=config.prefix_caching,
+        vocab_size=model.vocab_size,
+        eos_token_ids=frozenset(model.eos_token_ids),
+    )
+
+
+def _num_blocks(config: EngineConfig, layout: CacheLayout, device: torch.device) -> int:
+    if config.cache_blocks:
+        return config.cache_blocks
+    memory = config.cache_memory_bytes
+    if memory is None:
+        memory = CPU_CACHE_BYTES if device.type == "cpu" else int(torch.cuda.mem_get_info()[0] * CUDA_CACHE_SHARE)
+    num_blocks = layout.num_blocks_in(memory)
+    if num_blocks < 1:
+        raise PreflightError(
+            f"engine.cache_memory_bytes: {memory} bytes hold no block of {layout.bytes_per_block} bytes"
+        )
+    return num_blocks

@@ -1,0 +1,100 @@
+"""Logits to token ids: penalties, biases and masks on the rows that asked for them, then kernels.sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from app.engine.sequence import Sequence
+from app.protocol import TokenLogprob
+from kernels.checks import Backend
+from kernels.sampling import sample
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One entry per sampled row, in the order of the sequences given."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob | None]
+
+
+class Sampler:
+    def __init__(self, eos_token_ids: frozenset[int], backend: Backend | None = None) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._backend = backend
+
+    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> Sampled:
+        """Choose one token per sequence from its row of `logits` [num_sequences, vocab] fp32 (left unchanged)."""
+        adjusted = self._adjust(logits, sequences)
+        sampling = [seq.sampling for seq in sequences]
+        if all(params.is_greedy for params in sampling):
+            token_ids = adjusted.argmax(dim=-1)
+        else:
+            floats = torch.tensor(
+                [[params.temperature, params.top_p, params.min_p] for params in sampling], dtype=torch.float32
+            ).to(logits.device, non_blocking=True)
+            integers = torch.tensor(
+                [[seq.sampling.top_k or 0, seq.seed, seq.num_tokens] for seq in sequences], dtype=torch.int64
+            ).to(logits.device, non_blocking=True)
+            temperatures, top_ps, min_ps = floats.T.contiguous()
+            top_ks, seeds, positions = integers.T.contiguous()
+            token_ids = sample(
+                adjusted, temperatures, top_ks.int(), top_ps, min_ps, seeds, positions, backend=self._backend
+            )
+        chosen = token_ids.tolist()
+        return Sampled(chosen, self._logprobs(logits, chosen, sequences))
+
+    def _adjust(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+        """A copy of `logits` with each row's penalties, bias and minimum length applied; itself if none has any."""
+        rows = [row for row, seq in enumerate(sequences) if _needs_adjusting(seq)]
+        if not rows:
+            return logits
+        adjusted = logits.clone()
+        for row in rows:
+            self._adjust_row(adjusted[row], sequences[row])
+        return adjusted
+
+    def _adjust_row(self, row: torch.Tensor, seq: Sequence) -> None:
+        params = seq.sampling
+        if params.repetition_penalty != 1.0:
+            ids = torch.tensor(sorted(set(seq.token_ids)), device=row.device)
+            seen = row[ids]
+            row[ids] = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+        if (params.presence_penalty or params.frequency_penalty) and seq.output_counts:
+            ids = torch.tensor(list(seq.output_counts), device=row.device)
+            counts = torch.tensor(list(seq.output_counts.values()), dtype=row.dtype, device=row.device)
+            row[ids] -= params.presence_penalty + params.frequency_penalty * counts
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=row.device)
+            row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
+        if seq.num_output_tokens < params.min_tokens:
+            row[sorted({*self._eos_token_ids, *params.stop_token_ids})] = float("-inf")
+
+    def _logprobs(self, logits: torch.Tensor, chosen: list[int], sequences: Seq[Sequence]) -> list[TokenLogprob | None]:
+        rows = [row for row, seq in enumerate(sequences) if seq.sampling.logprobs is not None]
+        result: list[TokenLogprob | None] = [None] * len(sequences)
+        if not rows:
+            return result
+        logprobs = logits[rows].log_softmax(dim=-1)
+        count = max(1, *(sequences[row].sampling.logprobs or 0 for row in rows))
+        top_values, top_ids = (tensor.tolist() for tensor in logprobs.topk(min(count, logits.shape[-1])))
+        picked = logprobs[range(len(rows)), [chosen[row] for row in rows]].tolist()
+        for index, row in enumerate(rows):
+            wanted = sequences[row].sampling.logprobs or 0
+            top = tuple(zip(top_ids[index][:wanted], top_values[index][:wanted], strict=True))
+            result[row] = TokenLogprob(chosen[row], picked[index], top)
+        return result
+
+
+def _needs_adjusting(seq: Sequence) -> bool:
+    params = seq.sampling
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or seq.num_output_tokens < params.min_tokens
+    )

@@ -1,0 +1,282 @@
+"""Which sequences run in the next step, and what becomes of their tokens. Knows blocks, never tensors.
+
+add -> waiting --admit--> running --commit--> finished
+          ^                  |
+          +----- preempt ----+     blocks freed, recomputed on return
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from app.cache.blocks import BlockPool
+from app.cache.layout import CacheLayout
+from app.cache.prefix import extend_keys, root_key
+from app.engine.batch import Batch
+from app.engine.sequence import Sequence
+from app.engine.stats import StatsRecorder
+from app.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from app.protocol import EngineStats, FinishReason, GenerateRequest, TokenChunk, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one engine holds. Filled from EngineConfig and the model by Engine."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_chunk_tokens: int
+    max_waiting_seqs: int
+    prefix_caching: bool
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+class Scheduler:
+    def __init__(self, limits: Limits, layout: CacheLayout, num_blocks: int, version: str) -> None:
+        self.limits = limits
+        self.pool = BlockPool(num_blocks)
+        self.stats = StatsRecorder()
+        self._layout = layout
+        self._version = version
+        self._waiting: list[Sequence] = []  # in order: preempted first, then priority, then arrival
+        self._running: list[Sequence] = []  # in order of admission
+        self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(self._sequences)
+
+    def snapshot(self) -> EngineStats:
+        return self.stats.snapshot(self._waiting, self._running, self.pool, time.monotonic())
+
+    # ---- add ----
+
+    def validate(self, request: GenerateRequest) -> None:
+        """Raise the RequestError of a request that can never run here, or OverloadedError if it may run later."""
+        prompt, limits = request.prompt_token_ids, self.limits
+        if not prompt:
+            raise InvalidRequestError("prompt: must not be empty", param="prompt")
+        if not 0 <= min(prompt) <= max(prompt) < limits.vocab_size:
+            raise InvalidRequestError(f"prompt: token ids must lie in [0, {limits.vocab_size})", param="prompt")
+        for field, ids in (
+            ("logit_bias", request.sampling.logit_bias),
+            ("stop_token_ids", request.sampling.stop_token_ids),
+        ):
+            if any(not 0 <= token_id < limits.vocab_size for token_id in ids):
+                raise InvalidRequestError(f"{field}: token ids must lie in [0, {limits.vocab_size})", param=field)
+        total = len(prompt) + request.sampling.max_tokens
+        if total > limits.max_model_len:
+            raise ContextLengthError(
+                f"prompt of {len(prompt)} tokens and max_tokens {request.sampling.max_tokens} "
+                f"exceed the context of {limits.max_model_len} tokens",
+                param="prompt" if len(prompt) >= limits.max_model_len else "max_tokens",
+            )
+        if self._layout.num_blocks_of(total) > self.pool.num_blocks:
+            capacity = self.pool.num_blocks * self._layout.block_size
+            raise ContextLengthError(f"{total} tokens can never fit the cache of {capacity} tokens", param="max_tokens")
+        if request.request_id in self._sequences:
+            raise InvalidRequestError(f"request_id: {request.request_id} is already running", param="request_id")
+        if len(self._waiting) >= limits.max_waiting_seqs:
+            raise OverloadedError(f"{len(self._waiting)} requests are waiting already", retry_after_s=1.0)
+
+    def add(self, request: GenerateRequest) -> Sequence:
+        self.validate(request)
+        seq = Sequence(request, root_key(self._version, request.cache_salt), arrival_s=time.monotonic())
+        self._sequences[seq.request_id] = seq
+        self._wait(seq)
+        return seq
+
+    def _wait(self, seq: Sequence) -> None:
+        bisect.insort(self._waiting, seq, key=lambda other: (other.num_preemptions == 0, *other.order))
+
+    # ---- schedule ----
+
+    def schedule(self) -> Batch | None:
+        """Choose the next step's work and reserve its blocks; None if nothing can run."""
+        budget = self.limits.max_batched_tokens
+        scheduled: dict[str, tuple[Sequence, int]] = {}
+        # Oldest first: when blocks run out, the youngest is preempted and the oldest always advances.
+        for seq in sorted(self._running, key=lambda seq: (seq.num_new_tokens > 1, *seq.order)):
+            if seq not in self._running:
+                continue  # preempted for an older one in this very loop
+            count = min(seq.num_new_tokens, self.limits.max_chunk_tokens, budget)
+            if count == 0 or not self._reserve(seq, scheduled):
+                continue
+            scheduled[seq.request_id] = seq, count
+            budget -= count
+        self._admit(scheduled, budget)
+        return Batch.of(list(scheduled.values())) if scheduled else None
+
+    def _reserve(self, seq: Sequence, scheduled: dict[str, tuple[Sequence, int]]) -> bool:
+        """Give `seq` blocks for all its tokens, preempting younger sequences; False if it had to give way itself."""
+        missing = self._layout.num_blocks_of(seq.num_tokens) - len(seq.block_ids)
+        while missing > self.pool.num_free:
+            victim = max(self._running, key=lambda other: other.order)
+            self._preempt(victim)
+            scheduled.pop(victim.request_id, None)
+            if victim is seq:
+                return False
+        seq.block_ids += self.pool.allocate(missing)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self._free_blocks(seq)
+        seq.num_computed_tokens = 0
+        seq.num_preemptions += 1
+        self.stats.count_preemption()
+        self._wait(seq)
+
+    def _admit(self, scheduled: dict[str, tuple[Sequence, int]], budget: int) -> None:
+        """Move waiting sequences to running while all their tokens can be reserved. Strictly in order, but for
+        one exception: a sequence whose next prefix block is being computed right now waits to share it."""
+        in_progress = {
+            seq.block_keys[seq.num_published_blocks]
+            for seq in self._running
+            if seq.num_published_blocks < len(seq.block_keys) and seq.num_new_tokens > 1
+        }
+        for seq in tuple(self._waiting):
+            if budget == 0 or len(self._running) >= self.limits.max_num_seqs:
+                return
+            shared = self._cached_prefix(seq)
+            if len(shared) < len(seq.block_keys) and seq.block_keys[len(shared)] in in_progress:
+                continue
+            missing = self._layout.num_blocks_of(seq.num_tokens) - len(shared)
+            # Running sequences keep one block each in hand, or admission would only cause the next preemption.
+            if missing + self.pool.num_evictable(shared) + len(self._running) > self.pool.num_free and self._running:
+                return
+            self._start(seq, shared, missing)
+            count = min(seq.num_new_tokens, self.limits.max_chunk_tokens, budget)
+            scheduled[seq.request_id] = seq, count
+            budget -= count
+            if seq.num_published_blocks < len(seq.block_keys):
+                in_progress.add(seq.block_keys[seq.num_published_blocks])
+
+    def _cached_prefix(self, seq: Sequence) -> list[int]:
+        if not self.limits.prefix_caching:
+            return []
+        extend_keys(seq.block_keys, seq.root_key, seq.token_ids, self._layout.block_size)
+        # The last token is always computed: its logits are what the next token is sampled from.
+        return self.pool.find(seq.block_keys[: (seq.num_tokens - 1) // self._layout.block_size])
+
+    def _start(self, seq: Sequence, shared: list[int], missing: int) -> None:
+        self.pool.share(shared)
+        seq.block_ids = shared + self.pool.allocate(missing)
+        seq.num_published_blocks = len(shared)
+        seq.num_computed_tokens = len(shared) * self._layout.block_size
+        self._waiting.remove(seq)
+        self._running.append(seq)
+        if seq.scheduled_s is None:
+            seq.scheduled_s = time.monotonic()
+            seq.num_cached_tokens = seq.num_computed_tokens
+            self.stats.record_admission(seq)
+
+    # ---- commit ----
+
+    def commit(self, batch: Batch, token_ids: Seq[int], logprobs: Seq[TokenLogprob | None]) -> list[TokenChunk]:
+        """Account for a step that ran: `token_ids` and `logprobs` belong to the rows `batch.samples`, in order."""
+        now = time.monotonic()
+        sampled = dict(zip(batch.samples, zip(token_ids, logprobs, strict=True), strict=True))
+        chunks = []
+        for row, (seq, count) in enumerate(zip(batch.sequences, batch.num_new_tokens, strict=True)):
+            if seq.is_finished:
+                continue  # aborted while the step ran; its token is discarded
+            self.stats.record_computed(seq, count)
+            seq.num_computed_tokens += count
+            self._publish(seq)
+            if row in sampled:
+                chunks.append(self._append(seq, *sampled[row], now))
+        self.stats.count_step()
+        return chunks
+
+    def _publish(self, seq: Sequence) -> None:
+        if not self.limits.prefix_caching:
+            return
+        extend_keys(seq.block_keys, seq.root_key, seq.token_ids, self._layout.block_size)
+        for index in range(seq.num_published_blocks, seq.num_computed_tokens // self._layout.block_size):
+            self.pool.publish(seq.block_ids[index], seq.block_keys[index])
+            seq.num_published_blocks = index + 1
+
+    def _append(self, seq: Sequence, token_id: int, logprob: TokenLogprob | None, now: float) -> TokenChunk:
+        seq.append(token_id)
+        self.stats.record_token(seq, now)
+        sampling = seq.sampling
+        if seq.num_output_tokens > sampling.min_tokens:
+            if token_id in sampling.stop_token_ids:
+                self._finish(seq, "stop", token_id)
+            elif token_id in self.limits.eos_token_ids and not sampling.ignore_eos:
+                self._finish(seq, "stop")
+        if not seq.is_finished and seq.num_output_tokens >= sampling.max_tokens:
+            self._finish(seq, "length")
+        return _chunk(seq, (token_id,), (logprob,) if logprob else None)
+
+    # ---- finish ----
+
+    def abort(self, request_id: str, reason: FinishReason = "abort", error: str | None = None) -> TokenChunk | None:
+        """End a sequence at any moment and free its blocks; None if it is not here any more."""
+        seq = self._sequences.get(request_id)
+        if seq is None:
+            return None
+        self._finish(seq, reason)
+        return _chunk(seq, (), None, error)
+
+    def expire(self, now: float) -> list[TokenChunk]:
+        """End the sequences whose deadline has passed."""
+        late = [
+            seq.request_id for seq in self._sequences.values() if seq.deadline_s is not None and now >= seq.deadline_s
+        ]
+        return [chunk for request_id in late if (chunk := self.abort(request_id, "deadline"))]
+
+    def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        seq.finish_reason = reason
+        seq.stop_reason = stop_reason
+        (self._running if seq in self._running else self._waiting).remove(seq)
+        del self._sequences[seq.request_id]
+        self._free_blocks(seq)
+        self.stats.record_finish(seq, time.monotonic())
+
+    def _free_blocks(self, seq: Sequence) -> None:
+        self.pool.release(seq.block_ids)
+        seq.block_ids = []
+        seq.num_published_blocks = 0
+
+    def reset(self) -> None:
+        """Forget cached prefixes and counts."""
+        self.pool.clear_cached()
+        self.stats = StatsRecorder()
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if blocks, tables and queues disagree. Tests call it after every step."""
+        self.pool.check_integrity(seq.block_ids for seq in self._sequences.values())
+        if len(self._waiting) + len(self._running) != len(self._sequences):
+            raise RuntimeError("a sequence is in no queue, or in two")
+        if any(seq.block_ids for seq in self._waiting):
+            raise RuntimeError("a waiting sequence holds blocks")
+        for seq in self._running:
+            if len(seq.block_ids) < self._layout.num_blocks_of(seq.num_computed_tokens):
+                raise RuntimeError(f"{seq.request_id} has computed more tokens than its blocks hold")
+
+
+def _chunk(
+    seq: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None, error: str | None = None
+) -> TokenChunk:
+    return TokenChunk(
+        request_id=seq.request_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_cached_tokens=seq.num_cached_tokens,
+        num_output_tokens=seq.num_output_tokens,
+        error=error,
+    )
