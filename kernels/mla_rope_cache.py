@@ -1,0 +1,192 @@
+"""What happens between MLA's projections and its attention: norm the latent, rotate q and k, write the cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import (
+    Backend,
+    check_contiguous,
+    check_dtype,
+    check_last_dim_contiguous,
+    check_shape,
+    use_triton,
+)
+
+
+def rotate_reference(x: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Rotate the last dimension of x [..., P] by the angles of cos_sin [..., P] (cosines | sines), in fp32."""
+    cos, sin = cos_sin.chunk(2, -1)
+    rows = x.float()
+    first, second = (rows[..., ::2], rows[..., 1::2]) if interleaved else rows.chunk(2, -1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
+
+
+def mla_rope_cache_reference(
+    q: torch.Tensor, kv: torch.Tensor, norm_weight: torch.Tensor, eps: float, cos_sin: torch.Tensor,
+    positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, *, interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The definition, out of place: (rotated q, new cache)."""
+    q, cache = q.clone(), cache.clone()
+    rank, rope_dim = norm_weight.shape[0], cos_sin.shape[1]
+    angles = cos_sin[positions]
+    q[..., -rope_dim:] = rotate_reference(q[..., -rope_dim:], angles[:, None], interleaved=interleaved).to(q.dtype)
+    latent = kv[:, :rank].float()
+    latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
+    entries = torch.cat([latent, rotate_reference(kv[:, rank:], angles, interleaved=interleaved)], -1).to(cache.dtype)
+    flat = cache.view(-1, cache.shape[-1])
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            flat[slot] = entries[row]
+    return q, cache
+
+
+def _rotate_in_place(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> None:
+    """Rotate x [N, H, P] by angles [N, 1, P]. Every operation is exactly rounded, so a row's bits never vary."""
+    half = x.shape[-1] // 2
+    rows = x if x.dtype == torch.float32 else x.float()
+    if interleaved and rows.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in rows.stride()[:-1]):
+        turn = torch.complex(angles[..., :half], angles[..., half:])
+        torch.view_as_complex(rows.unflatten(-1, (half, 2))).mul_(turn)
+        if rows is not x:
+            x.copy_(rows)
+    else:
+        x.copy_(rotate_reference(rows, angles, interleaved=interleaved))
+
+
+def _torch_rope_cache(
+    q: torch.Tensor, kv: torch.Tensor, norm_weight: torch.Tensor, eps: float, cos_sin: torch.Tensor,
+    positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, interleaved: bool,
+) -> None:  # fmt: skip
+    rank, rope_dim = norm_weight.shape[0], cos_sin.shape[1]
+    angles = cos_sin.index_select(0, positions)[:, None]
+    _rotate_in_place(q[..., -rope_dim:], angles, interleaved)
+    entries = torch.empty(kv.shape, dtype=torch.float32)
+    entries[:, :rank] = torch.nn.functional.rms_norm(kv[:, :rank].float(), (rank,), norm_weight.float(), eps)
+    rope = entries[:, None, rank:]
+    rope.copy_(kv[:, None, rank:])
+    _rotate_in_place(rope, angles, interleaved)
+    written = slots
+    if slots.numel() and int(slots.min()) < 0:
+        rows = (slots >= 0).nonzero().squeeze(1)
+        written, entries = slots[rows], entries[rows]
+    cache.view(-1, cache.shape[-1]).index_copy_(0, written, entries.to(cache.dtype))
+
+
+@triton.jit
+def _rotate_row(
+    in_ptr, out_ptr, cos_ptr, sin_ptr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
+    pair = tl.arange(0, BLOCK_HALF)
+    mask = pair < HALF
+    cos = tl.load(cos_ptr + pair, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + pair, mask=mask, other=0.0)
+    first_at = pair * 2 if INTERLEAVED else pair
+    second_at = pair * 2 + 1 if INTERLEAVED else pair + HALF
+    first = tl.load(in_ptr + first_at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(in_ptr + second_at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + first_at, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + second_at, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _mla_rope_cache_kernel(
+    q_ptr, kv_ptr, weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr, cache_ptr,
+    q_token_stride, q_head_stride, kv_stride, cache_stride, eps,
+    H: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Programs (n, 0) write token n's cache entry; programs (n, g) rotate group g - 1 of its query heads."""
+    n = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    position = tl.load(positions_ptr + n)
+    cos_ptr = cos_sin_ptr + position * P
+    sin_ptr = cos_ptr + P // 2
+    if group == 0:
+        slot = tl.load(slots_ptr + n)
+        if slot >= 0:
+            kv_row = kv_ptr + n * kv_stride
+            entry = cache_ptr + slot * cache_stride
+            columns = tl.arange(0, BLOCK_R)
+            mask = columns < R
+            latent = tl.load(kv_row + columns, mask=mask, other=0.0).to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(latent * latent, axis=0) / R + eps)
+            weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+            tl.store(entry + columns, (latent * scale * weight).to(cache_ptr.dtype.element_ty), mask=mask)
+            _rotate_row(kv_row + R, entry + R, cos_ptr, sin_ptr, P // 2, BLOCK_HALF, INTERLEAVED)
+    else:
+        for i in range(HEADS_PER_PROGRAM):
+            head = (group - 1) * HEADS_PER_PROGRAM + i
+            if head < H:
+                rope = q_ptr + n * q_token_stride + head * q_head_stride + NOPE
+                _rotate_row(rope, rope, cos_ptr, sin_ptr, P // 2, BLOCK_HALF, INTERLEAVED)
+
+
+def _check(
+    q: torch.Tensor, kv: torch.Tensor, norm_weight: torch.Tensor, cos_sin: torch.Tensor,
+    positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor,
+) -> None:  # fmt: skip
+    check_shape("q", q, (None, None, None))
+    check_last_dim_contiguous("q", q)
+    check_shape("norm_weight", norm_weight, (None,))
+    check_shape("cos_sin", cos_sin, (None, None))
+    check_dtype("cos_sin", cos_sin, torch.float32)
+    check_contiguous("cos_sin", cos_sin)
+    num_tokens, rope_dim, width = q.shape[0], cos_sin.shape[1], norm_weight.shape[0] + cos_sin.shape[1]
+    if rope_dim % 2 or rope_dim > q.shape[2]:
+        raise ValueError(f"cos_sin: the rope dimension must be even and at most q's {q.shape[2]}, got {rope_dim}")
+    check_shape("kv", kv, (num_tokens, width))
+    check_last_dim_contiguous("kv", kv)
+    check_shape("cache", cache, (None, None, width))
+    check_contiguous("cache", cache)
+    for name, tensor in (("positions", positions), ("slots", slots)):
+        check_shape(name, tensor, (num_tokens,))
+        check_dtype(name, tensor, torch.int64)
+        check_contiguous(name, tensor)
+
+
+def mla_rope_cache(
+    q: torch.Tensor, kv: torch.Tensor, norm_weight: torch.Tensor, eps: float, cos_sin: torch.Tensor,
+    positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, *,
+    interleaved: bool, backend: Backend | None = None,
+) -> None:  # fmt: skip
+    """Rotate q's rope part in place and write one cache entry per token.
+
+        q[n,h,dn:] = rope(q[n,h,dn:], positions[n])
+        cache[slots[n]] = [rms_norm(kv[n,:R]) * norm_weight | rope(kv[n,R:], positions[n])]
+
+    rope turns pairs of values by the position's angles, where the pairs are (2i, 2i+1) if `interleaved`,
+    else (i, i + P/2); each value stays in its place.
+
+    Args:
+        q:           [N, H, dn + P], changed in place; strided in N and H at will
+        kv:          [N, R + P], rows may be strided
+        norm_weight: [R]
+        eps:         of the latent's norm
+        cos_sin:     [max_positions, P] fp32: cosines in the first half, sines in the second
+        positions:   [N] int64, below max_positions
+        slots:       [N] int64 = block_id * block_size + offset; -1 is not written. Distinct, apart from -1
+        cache:       [num_blocks, block_size, R + P], changed in place
+    Raises:  ValueError on shape, dtype or stride
+    Accuracy: fp32 arithmetic, one rounding to the output dtype
+    Source:  DeepSeek-V2, section 2.1, https://arxiv.org/abs/2405.04434
+    """
+    _check(q, kv, norm_weight, cos_sin, positions, slots, cache)
+    if not use_triton(q, backend):
+        _torch_rope_cache(q, kv, norm_weight, eps, cos_sin, positions, slots, cache, interleaved)
+        return
+    num_tokens, num_heads, head_dim = q.shape
+    rank, rope_dim = norm_weight.shape[0], cos_sin.shape[1]
+    if num_tokens == 0:
+        return
+    heads_per_program = 8
+    _mla_rope_cache_kernel[(num_tokens, 1 + triton.cdiv(num_heads, heads_per_program))](
+        q, kv, norm_weight, cos_sin, positions, slots, cache,
+        q.stride(0), q.stride(1), kv.stride(0), cache.stride(1), eps,
+        H=num_heads, NOPE=head_dim - rope_dim, R=rank, P=rope_dim,
+        BLOCK_R=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(rope_dim // 2),
+        HEADS_PER_PROGRAM=heads_per_program, INTERLEAVED=interleaved, num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""Root-mean-square normalisation of rows, alone or fused with the residual addition before it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import Backend, check_contiguous, check_last_dim_contiguous, check_shape, use_triton
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The definition: fp32 arithmetic, rounded once to x's dtype."""
+    rows = x.float()
+    scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    return (rows * scale * weight.float()).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition, out of place: (normed, new residual). The norm sees the residual as it is stored."""
+    total = (x.float() + residual.float()).to(residual.dtype)
+    return rms_norm_reference(total, weight, eps), total
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr,
+    x_stride, residual_stride, out_stride, eps,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    mask = columns < D
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        residual_ptrs = residual_ptr + row * residual_stride + columns
+        x += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
+        stored = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptrs, stored, mask=mask)
+        x = stored.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + eps)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * out_stride + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_rows, dim = x.shape
+    if num_rows == 0:
+        return out
+    block = triton.next_power_of_2(dim)
+    target = x if residual is None else residual
+    _rms_norm_kernel[(num_rows,)](
+        x, target, weight, out, x.stride(0), target.stride(0), out.stride(0), eps,
+        D=dim, BLOCK_D=block, ADD=residual is not None, num_warps=min(max(block // 512, 1), 8),
+    )  # fmt: skip
+    return out
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    check_shape("x", x, (None, None))
+    check_last_dim_contiguous("x", x)
+    check_shape("weight", weight, (x.shape[1],))
+    check_contiguous("weight", weight)
+
+
+def _torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if x.dtype == torch.float32 and weight.dtype == torch.float32:
+        return torch.nn.functional.rms_norm(x, (x.shape[1],), weight, eps)
+    return torch.nn.functional.rms_norm(x.float(), (x.shape[1],), weight.float(), eps).to(x.dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: Backend | None = None) -> torch.Tensor:
+    """Normalise each row by its root mean square.
+
+        out[n] = x[n] / sqrt(mean_d(x[n,d]^2) + eps) * weight
+
+    Args:
+        x:      [N, D] fp32, bf16 or fp16; rows may be strided, the last dimension is contiguous
+        weight: [D]
+        eps:    added to the mean square
+    Returns: [N, D] in x's dtype, contiguous, freshly allocated; fp32 arithmetic. A row does not depend on the others.
+    Raises:  ValueError on shape or stride
+    Accuracy: one rounding to the output dtype against rms_norm_reference
+    Source:  Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467
+    """
+    _check(x, weight)
+    if use_triton(x, backend):
+        return _launch(x, None, weight, eps)
+    return _torch_rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: Backend | None = None
+) -> torch.Tensor:
+    """Add x to the residual stream in place, then normalise the sum.
+
+        residual[n] += x[n];  out[n] = rms_norm(residual[n]) * weight
+
+    Args:
+        x:        [N, D], rows may be strided
+        residual: [N, D] in x's dtype, overwritten; rows may be strided
+        weight, eps: as in `rms_norm`
+    Returns: [N, D] normed, contiguous, freshly allocated. The norm is taken of the residual as rounded for storage.
+    Raises:  ValueError on shape, dtype or stride
+    """
+    _check(x, weight)
+    check_shape("residual", residual, (x.shape[0], x.shape[1]))
+    check_last_dim_contiguous("residual", residual)
+    if residual.dtype != x.dtype:
+        raise ValueError(f"residual: expected {x.dtype}, got {residual.dtype}")
+    if use_triton(x, backend):
+        return _launch(x, residual, weight, eps)
+    residual.add_(x)
+    return _torch_rms_norm(residual, weight, eps)
