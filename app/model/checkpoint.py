@@ -1,0 +1,182 @@
+"""The files of a checkpoint in Hugging Face layout: its manifest and digest, and its sharded tensors, read lazily.
+
+    folder/  config.json  model.safetensors  or  model.safetensors.index.json + model-0000i-of-0000n.safetensors
+             manifest.sha256 (optional)      lines of `sha256  filename`, checked before anything is loaded
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from app.errors import CheckpointError
+from app.model.config import FP8_BLOCK
+from app.model.fields import read_json
+
+MANIFEST_FILE = "manifest.sha256"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+# What decides a model's output when there is no manifest to say so; cards, licences and figures do not.
+_MANIFEST_SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".tiktoken"}
+_MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
+_SCALE_SUFFIX = "_scale_inv"
+
+
+def checkpoint_digest(folder: str | Path) -> str:
+    """sha256 over the sorted manifest lines; a manifest is computed from the files if the folder holds none."""
+    folder = Path(folder)
+    return _digest(_read_manifest(folder) or _hash_files(folder, _manifest_names(folder)))
+
+
+def verify_checkpoint(folder: str | Path, digest: str | None = None) -> None:
+    """Hash the files and compare them with the manifest, if there is one, and its digest with `digest`, if given.
+
+    Raises CheckpointError on a missing or changed file, a shard the manifest leaves out, or another digest.
+    """
+    folder = Path(folder)
+    manifest = _read_manifest(folder)
+    if manifest is None and digest is None:
+        return
+    names = sorted(manifest) if manifest is not None else _manifest_names(folder)
+    actual = _hash_files(folder, names)
+    for name, expected in (manifest or {}).items():
+        if actual[name] != expected:
+            raise CheckpointError(f"sha256 is {actual[name]}, {MANIFEST_FILE} has {expected}", file=str(folder / name))
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in actual:
+            raise CheckpointError(f"is not listed in {MANIFEST_FILE}", file=str(path))
+    if digest is not None and _digest(actual) != digest:
+        raise CheckpointError(f"the checkpoint's digest is {_digest(actual)}, expected {digest}", file=str(folder))
+
+
+def _digest(manifest: dict[str, str]) -> str:
+    lines = sorted(f"{sha256}  {name}\n" for name, sha256 in manifest.items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _manifest_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix in _MANIFEST_SUFFIXES and path.is_file())
+
+
+def _read_manifest(folder: Path) -> dict[str, str] | None:
+    path = folder / MANIFEST_FILE
+    if not path.exists():
+        return None
+    manifest = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        match = _MANIFEST_LINE.fullmatch(line)
+        if match is None or not _is_plain_name(match.group(2)):
+            raise CheckpointError(f"line {number}: expected `sha256  filename`, got {line!r}", file=str(path))
+        manifest[match.group(2)] = match.group(1)
+    return manifest
+
+
+def _is_plain_name(name: str) -> bool:
+    return Path(name).name == name
+
+
+def _hash_files(folder: Path, names: list[str]) -> dict[str, str]:
+    def hash_file(name: str) -> str:
+        try:
+            with open(folder / name, "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"cannot be read ({error.strerror})", file=str(folder / name)) from None
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return dict(zip(names, pool.map(hash_file, names), strict=True))
+
+
+class Checkpoint:
+    """The tensors of a folder by name. Opening reads the headers only; `fill` reads one tensor, once."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises CheckpointError on a missing or corrupt shard, or an index that names a tensor its shard lacks."""
+        folder = Path(folder)
+        index_path = folder / INDEX_FILE
+        self.source = index_path if index_path.exists() else folder / SINGLE_FILE
+        weight_map = _read_index(index_path) if index_path.exists() else {}
+        self._shards: dict[Path, Any] = {}
+        self._files: dict[str, Path] = {}
+        for path in [folder / name for name in sorted(set(weight_map.values()))] or [self.source]:
+            self._shards[path] = _open_shard(path)
+            for name in self._shards[path].keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                self._files.setdefault(name, path)
+        for name, file in weight_map.items():
+            if self._files.get(name) is None or name not in self._shards[folder / file].keys():  # noqa: SIM118
+                raise CheckpointError(f"{INDEX_FILE} places it here, but it is absent", file=str(folder / file), tensor=name)
+            self._files[name] = folder / file
+        self._unread = set(self._files)
+
+    def fill(self, name: str, destination: torch.Tensor) -> None:
+        """Copy the tensor into `destination`, converting its dtype, device and FP8 blocks.
+
+        Raises CheckpointError if the tensor is missing, has another shape, or cannot be read.
+        """
+        tensor = self._read(name)
+        file = str(self._files[name])
+        if tensor.shape != destination.shape:
+            problem = f"expected shape {list(destination.shape)}, got {list(tensor.shape)}"
+            raise CheckpointError(problem, file=file, tensor=name)
+        if tensor.dtype == torch.float8_e4m3fn:
+            scales = self._read(name + _SCALE_SUFFIX)
+            blocks = [-(-size // FP8_BLOCK) for size in tensor.shape]
+            if list(scales.shape) != blocks:
+                problem = f"expected shape {blocks}, got {list(scales.shape)}"
+                raise CheckpointError(problem, file=file, tensor=name + _SCALE_SUFFIX)
+            tensor = dequantize_blocks(tensor.to(destination.device), scales.to(destination.device))
+        elif not (tensor.dtype.is_floating_point and tensor.element_size() > 1):
+            raise CheckpointError(f"dtype {tensor.dtype} is not supported", file=file, tensor=name)
+        destination.copy_(tensor)
+
+    def close(self, is_ignored: Callable[[str], bool]) -> None:
+        """Raise CheckpointError if a tensor was never read, unless `is_ignored(name)`."""
+        self._shards.clear()
+        unexpected = sorted(name for name in self._unread if not is_ignored(name))
+        if unexpected:
+            others = f" (and {len(unexpected) - 1} more)" if len(unexpected) > 1 else ""
+            raise CheckpointError(f"is unexpected{others}", file=str(self._files[unexpected[0]]), tensor=unexpected[0])
+
+    def _read(self, name: str) -> torch.Tensor:
+        path = self._files.get(name)
+        if path is None:
+            raise CheckpointError("is missing", file=str(self.source), tensor=name)
+        self._unread.discard(name)
+        try:
+            tensor: torch.Tensor = self._shards[path].get_tensor(name)
+        except (SafetensorError, RuntimeError) as error:
+            raise CheckpointError(f"cannot be read ({error})", file=str(path), tensor=name) from None
+        return tensor
+
+
+def dequantize_blocks(tensor: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """FP8 e4m3 [M, N] with one scale per 128x128 block, [ceil(M/128), ceil(N/128)] -> fp32 [M, N]."""
+    rows, columns = tensor.shape
+    by_row = scales.float().repeat_interleave(FP8_BLOCK, dim=0)[:rows]
+    return tensor.float().mul_(by_row.repeat_interleave(FP8_BLOCK, dim=1)[:, :columns])
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError("weight_map: expected an object of tensor names and shard files", file=str(path))
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _is_plain_name(file):
+            raise CheckpointError(f"weight_map: expected a file of the same folder, got {file!r}", file=str(path), tensor=name)
+    return weight_map
+
+
+def _open_shard(path: Path) -> Any:
+    if not path.is_file():
+        raise CheckpointError("is missing", file=str(path))
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"is corrupt ({error})", file=str(path)) from None

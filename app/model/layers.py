@@ -1,0 +1,73 @@
+"""The plain parts of a layer: normalisation, linear projections, the gated MLP and the rotary table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from app.model.config import ModelConfig, RopeConfig, YarnConfig
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """SiLU(x gate^T) * (x up^T) through down^T."""
+
+    gate_up: torch.Tensor  # [2I, D]: gate rows, then up rows
+    down: torch.Tensor  # [D, I]
+
+
+def gated_mlp(x: torch.Tensor, weights: MlpWeights) -> torch.Tensor:
+    """[N, D] -> [N, D]."""
+    return F.linear(silu_and_mul(F.linear(x, weights.gate_up)), weights.down)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """SiLU of the first half of each row times the second: [N, 2I] -> [N, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if gate_up.is_cuda:
+        return F.silu(gate).mul_(up)
+    # torch's CPU silu rounds differently in its vector loop and its scalar tail; these steps keep a row's bits.
+    return (gate / torch.exp(-gate).add_(1)).mul_(up)
+
+
+def rope_table(config: ModelConfig, device: torch.device | str) -> torch.Tensor:
+    """Cosines and sines of every position: [max_position_embeddings, dr] fp32, cos half then sin half.
+
+    YaRN's magnitude is already in both halves. Angles are fp32 products, as the models were trained with.
+    """
+    frequencies = _inverse_frequencies(config.rope, config.qk_rope_head_dim)
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    if config.rope.yarn:
+        table *= config.rope.yarn.cos_sin_scale
+    return table.to(device)
+
+
+def _inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
+    """Radians per position of each of the dim / 2 rotated pairs, [dim / 2] fp32."""
+    periods = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if rope.yarn is None:
+        return 1.0 / periods
+    kept = _share_kept(rope.theta, rope.yarn, dim)
+    return (1.0 / (rope.yarn.factor * periods)) * (1.0 - kept) + (1.0 / periods) * kept
+
+
+def _share_kept(theta: float, yarn: YarnConfig, dim: int) -> torch.Tensor:
+    """How much of each pair's original frequency YaRN keeps: 1 for the fast pairs, 0 for the slow ones."""
+
+    def pair_with(rotations: float) -> float:
+        """The pair that turns so many times within the original context."""
+        return dim * math.log(yarn.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if high == low:
+        high += 0.001
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)
+    return 1.0 - ramp.clamp(0, 1)
