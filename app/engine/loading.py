@@ -14,9 +14,10 @@ from app.engine.runner import Runner
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Limits, Scheduler
 from app.errors import ConfigError, PreflightError
+from app.model.checkpoint import checkpoint_digest
 from app.model.config import ModelConfig
 from app.model.transformer import Transformer
-from app.model.weights import checkpoint_digest, load_weights
+from app.model.weights import load_weights
 from app.protocol import GenerateRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,9 @@ def load_engine(source: ModelSource, config: EngineConfig) -> Engine:
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     model_config = ModelConfig.from_folder(source.folder)
-    version = checkpoint_digest(source.folder, expected=source.digest)
     invariant = is_batch_invariant(config, device, dtype)
-    weights = load_weights(source.folder, model_config, device=device, dtype=dtype)
+    weights = load_weights(source.folder, model_config, device=device, dtype=dtype, digest=source.digest)
+    version = checkpoint_digest(source.folder)
     model = Transformer(
         model_config, weights, device=device, dtype=dtype, absorbed_prefill=invariant, backend=config.kernel_backend
     )

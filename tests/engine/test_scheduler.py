@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ BLOCK = 4
 
 
 def make_scheduler(num_blocks: int = 64, **limits: int | bool) -> Scheduler:
-    defaults = dict(
+    defaults = Limits(
         max_model_len=200, max_num_seqs=8, max_batched_tokens=32, max_chunk_tokens=8, max_waiting_seqs=100,
         prefix_caching=True, vocab_size=50, eos_token_ids=frozenset({1}),
     )  # fmt: skip
     layout = CacheLayout(num_layers=1, dim=2, dtype=torch.float32, block_size=BLOCK)
-    return Scheduler(Limits(**{**defaults, **limits}), layout, num_blocks, version="v")  # type: ignore[arg-type]
+    return Scheduler(replace(defaults, **limits), layout, num_blocks, version="v")  # type: ignore[arg-type]
 
 
 def request(

@@ -1,0 +1,234 @@
+"""The engine on the embedded model: batching, chunking, prefix hits and preemption never change a token."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from app.config import EngineConfig, ModelSource
+from app.engine.engine import Engine
+from app.engine.loading import load_engine
+from app.errors import ContextLengthError, EngineError, InvalidRequestError, UnavailableError
+from app.protocol import GenerateRequest, SamplingParams, TokenChunk
+
+Prompt = tuple[int, ...]
+
+
+def make_engine(**config: object) -> Engine:
+    return load_engine(ModelSource(), EngineConfig(device="cpu", num_threads=1, max_chunk_tokens=96, **config))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """Never started: the tests step it."""
+    return make_engine(cache_blocks=64)
+
+
+def prompt_of(length: int, start: int = 11) -> Prompt:
+    return tuple(6 + (start * 31 + 97 * index) % 8000 for index in range(length))
+
+
+def run(engine: Engine, requests: list[GenerateRequest]) -> dict[str, list[TokenChunk]]:
+    """Step until everything has ended; the books are checked after every step."""
+    for request in requests:
+        engine.add(request)
+    chunks: dict[str, list[TokenChunk]] = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        for chunk in engine.step():
+            chunks[chunk.request_id].append(chunk)
+        engine.check_integrity()
+    return chunks
+
+
+def tokens_of(chunks: list[TokenChunk]) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
+
+
+def greedy(name: str, prompt: Prompt, max_tokens: int = 24, **sampling: object) -> GenerateRequest:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    return GenerateRequest(name, prompt, params, cache_salt=name)
+
+
+LENGTHS = (1, 2, 63, 64, 65, 95, 96, 97, 200)
+
+
+def sampled_requests(salt: str) -> list[GenerateRequest]:
+    """Half greedy, half with a seed, at lengths around the block and chunk borders; logprobs asked for."""
+    return [
+        GenerateRequest(
+            f"{salt}-{length}",
+            prompt_of(length, start=length),
+            SamplingParams(
+                max_tokens=12, ignore_eos=True, logprobs=2, seed=length, temperature=0.9 if length % 2 else 0.0, top_p=0.95
+            ),
+            cache_salt=salt,
+        )
+        for length in LENGTHS
+    ]
+
+
+def test_a_request_has_the_same_bits_alone_batched_and_in_other_chunks(engine: Engine) -> None:
+    together = run(engine, sampled_requests("together"))
+    other_chunks = run(make_engine(cache_blocks=64, max_batched_tokens=40), sampled_requests("together"))
+    for request in sampled_requests("alone"):
+        alone = run(engine, [request])[request.request_id]
+        name = request.request_id.replace("alone", "together")
+        for others in (together[name], other_chunks[name]):
+            assert tokens_of(others) == tokens_of(alone)
+            assert [chunk.logprobs for chunk in others] == [chunk.logprobs for chunk in alone]
+
+
+def test_a_prefix_hit_changes_no_bit(engine: Engine) -> None:
+    prompt = prompt_of(150)
+    request = lambda name: GenerateRequest(  # noqa: E731
+        name, prompt, SamplingParams(max_tokens=8, temperature=0.0, logprobs=0, ignore_eos=True), cache_salt="hit"
+    )
+    first = run(engine, [request("first")])["first"]
+    second = run(engine, [request("second")])["second"]
+    assert (first[0].num_cached_tokens, second[0].num_cached_tokens) == (0, 128)
+    assert [chunk.logprobs for chunk in first] == [chunk.logprobs for chunk in second]
+
+
+def test_a_cache_for_two_of_six_sequences_serves_all_six_unchanged(engine: Engine) -> None:
+    requests = [greedy(f"r{index}", prompt_of(100, start=index), max_tokens=60) for index in range(6)]
+    alone = {request.request_id: tokens_of(run(engine, [request])[request.request_id]) for request in requests}
+    small = make_engine(cache_blocks=6)  # each sequence grows to three blocks
+    together = run(small, requests)
+    assert {name: tokens_of(chunks) for name, chunks in together.items()} == alone
+    assert small.stats().num_preemptions > 0
+    assert small.stats().num_free_blocks == 6
+
+
+def test_a_seed_decides_and_no_seed_varies(engine: Engine) -> None:
+    sample: Callable[[str, int | None], list[int]] = lambda name, seed: tokens_of(  # noqa: E731
+        run(engine, [greedy(name, prompt_of(20), temperature=1.5, seed=seed)])[name]
+    )
+    assert sample("a", 5) == sample("b", 5)
+    assert sample("c", 6) != sample("a", 5)
+    assert sample("d", None) != sample("e", None)
+
+
+def test_controls_reach_the_logits(engine: Engine) -> None:
+    def first(**sampling: object) -> int:
+        return tokens_of(run(engine, [greedy("x", prompt_of(30), 1, **sampling)])["x"])[0]
+
+    best = first()
+    assert first(logit_bias={best: -100.0}) != best
+    assert first(logit_bias={77: 100.0}) == 77
+    repeated = tokens_of(run(engine, [greedy("y", prompt_of(30), 12, logit_bias={77: 30.0})])["y"])
+    penalised = tokens_of(run(engine, [greedy("z", prompt_of(30), 12, logit_bias={77: 30.0}, frequency_penalty=2.0)])["z"])
+    assert penalised.count(77) < repeated.count(77)
+
+
+def test_min_tokens_holds_back_the_end(engine: Engine) -> None:
+    request = GenerateRequest("m", prompt_of(9), SamplingParams(max_tokens=9, min_tokens=5, temperature=0.0, logit_bias={1: 100.0}))
+    chunks = run(engine, [request])["m"]
+    assert (len(tokens_of(chunks)), chunks[-1].finish_reason) == (6, "stop")
+
+
+def test_logprobs_are_those_of_the_model(engine: Engine) -> None:
+    chunk = run(engine, [greedy("l", prompt_of(12), 1, logprobs=3)])["l"][0]
+    assert chunk.logprobs is not None
+    (logprob,) = chunk.logprobs
+    assert logprob.top[0] == (logprob.token_id, logprob.logprob)
+    assert [value for _, value in logprob.top] == sorted((value for _, value in logprob.top), reverse=True)
+    assert logprob.logprob < 0
+
+
+# ---- the running engine ----
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Engine]:
+    engine = make_engine(cache_blocks=128, max_num_seqs=64)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+async def collect(engine: Engine, request: GenerateRequest) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.generate(request)]
+
+
+def test_streams_end_with_a_reason_and_count_their_tokens(started: Engine) -> None:
+    async def go() -> list[list[TokenChunk]]:
+        return await asyncio.gather(*(collect(started, greedy(f"s{i}", prompt_of(40, i), 10)) for i in range(5)))
+
+    for chunks in asyncio.run(go()):
+        assert [chunk.num_output_tokens for chunk in chunks] == list(range(1, 11))
+        assert [chunk.finish_reason for chunk in chunks] == [None] * 9 + ["length"]
+        assert chunks[-1].num_prompt_tokens == 40
+
+
+def test_cancelled_streams_free_their_blocks_without_new_traffic(started: Engine) -> None:
+    async def go() -> None:
+        free = started.stats().num_free_blocks
+        tasks = [asyncio.ensure_future(collect(started, greedy(f"c{i}", prompt_of(100, i), 500))) for i in range(50)]
+        while started.stats().num_requests_running < 50:
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        stats = started.stats()
+        assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
+        assert stats.num_free_blocks == free
+
+    asyncio.run(go())
+    started.check_integrity()
+
+
+def test_closing_a_stream_early_aborts_it(started: Engine) -> None:
+    async def go() -> None:
+        stream = started.generate(greedy("early", prompt_of(10), 500))
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert not started.has_work
+
+    asyncio.run(go())
+
+
+def test_a_deadline_ends_a_stream_that_has_begun(started: Engine) -> None:
+    request = GenerateRequest("d", prompt_of(10), SamplingParams(max_tokens=5000, ignore_eos=True), timeout_s=0.3)
+    chunks = asyncio.run(collect(started, request))
+    assert chunks[-1].finish_reason == "deadline" and 0 < chunks[-1].num_output_tokens < 5000
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (greedy("bad", ()), InvalidRequestError),
+        (greedy("bad", (9000,)), InvalidRequestError),
+        (greedy("bad", prompt_of(16384)), ContextLengthError),
+    ],
+    ids=["empty", "out of vocabulary", "too long"],
+)
+def test_a_refused_request_changes_nothing(started: Engine, request_: GenerateRequest, error: type[Exception]) -> None:
+    before = started.stats()
+    with pytest.raises(error):
+        asyncio.run(collect(started, request_))
+    assert started.stats() == before
+    assert len(tokens_of(asyncio.run(collect(started, greedy("good", prompt_of(3), 2))))) == 2
+
+
+def test_failing_steps_end_their_streams_and_then_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(cache_blocks=8)
+    engine.start()
+
+    def broken(batch: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(engine._runner, "forward", broken)
+    for attempt in range(3):
+        with pytest.raises(EngineError, match="RuntimeError"):
+            asyncio.run(collect(engine, greedy(f"f{attempt}", prompt_of(5))))
+    deadline = time.monotonic() + 10
+    with pytest.raises(EngineError, match="3 engine steps in a row failed"):
+        while time.monotonic() < deadline:
+            engine.check_health()
+    with pytest.raises(UnavailableError):
+        asyncio.run(collect(engine, greedy("after", prompt_of(5))))
+    engine.check_integrity()
+    engine.stop()
