@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
@@ -208,7 +209,7 @@ FAST = FastTokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
 
 def pieces(ids: list[int], cuts: list[int]) -> list[list[int]]:
     borders = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    return [ids[low:high] for low, high in zip(borders, borders[1:], strict=False)]
+    return [ids[low:high] for low, high in itertools.pairwise(borders)]
 
 
 TOKEN_IDS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 8200)), max_size=30)
