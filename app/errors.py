@@ -68,10 +68,13 @@ class CheckpointError(LongspanError):
 
     def __init__(self, message: str, *, file: str | None = None, tensor: str | None = None) -> None:
         where = " / ".join(part for part in (file, tensor) if part)
-        super().__init__(f"{where}: {message}" if where else message)
-        self.details = {}
+        super().__init__(f"{where}: {message}" if where else message, file=file, tensor=tensor)
         self.file = file
         self.tensor = tensor
+        self._bare_message = message
+
+    def __reduce__(self) -> tuple[Callable[..., LongspanError], tuple[Any, ...]]:
+        return _rebuild, (type(self), self._bare_message, self.details)
 
 
 class PreflightError(LongspanError):
