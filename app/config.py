@@ -1,7 +1,7 @@
 """The configuration, validated once by the builders in main.py and never changed afterwards.
 
     RouterConfig > VersionConfig, RouterSettings       `args` of app.main:router
-    PoolsConfig > PoolConfig > EngineConfig            `args` of app.main:pools
+    PoolsConfig > PoolConfig > EngineConfig, PoolSettings   `args` of app.main:pools
 """
 
 from __future__ import annotations
@@ -61,6 +61,12 @@ class EngineConfig(FrozenModel):
         return self
 
 
+class PoolSettings(FrozenModel):
+    """What may change while a pool runs (`user_config`)."""
+
+    watchdog_timeout_s: PositiveFloat = 60.0  # an engine with work that makes no step for this long is replaced
+
+
 class PoolConfig(FrozenModel):
     """A pool: identical engine replicas behind one Serve deployment."""
 
@@ -72,6 +78,7 @@ class PoolConfig(FrozenModel):
     graceful_shutdown_timeout_s: PositiveFloat = 600.0  # at least the longest stream
     health_check_period_s: PositiveFloat = 10.0
     health_check_timeout_s: PositiveFloat = 30.0
+    settings: PoolSettings = PoolSettings()  # used until a `user_config` arrives
 
 
 class PoolsConfig(FrozenModel):

@@ -1,0 +1,108 @@
+"""Every metric, declared once, and the Prometheus text made of the monitors' snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from app.protocol import EngineStats, Histogram
+
+PREFIX = "longspan:"
+LABELS = ("model", "app", "pool", "replica")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """`name` is also the EngineStats attribute. Names are the field's, so that dashboards and alerts carry over."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    label: str | None = None  # the value is a mapping from this label to a number
+
+
+METRICS = (
+    MetricSpec("num_requests_running", "gauge", "Sequences in the running batch."),
+    MetricSpec("num_requests_waiting", "gauge", "Sequences waiting for their first step."),
+    MetricSpec("num_waiting_prefill_tokens", "gauge", "Prompt tokens of waiting sequences not computed yet."),
+    MetricSpec("num_blocks", "gauge", "KV cache blocks."),
+    MetricSpec("num_free_blocks", "gauge", "KV cache blocks never used or evictable."),
+    MetricSpec("num_cached_blocks", "gauge", "Evictable KV cache blocks that hold a reusable prefix."),
+    MetricSpec("kv_cache_usage_perc", "gauge", "Share of KV cache blocks held by live sequences, 0 to 1."),
+    MetricSpec("oldest_waiting_s", "gauge", "Seconds the oldest waiting sequence has waited."),
+    MetricSpec("prompt_tokens", "counter", "Prompt tokens admitted."),
+    MetricSpec("generation_tokens", "counter", "Tokens generated."),
+    MetricSpec(
+        "prefill_tokens_computed", "counter", "Prompt tokens computed, recomputation after preemption included."
+    ),
+    MetricSpec("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache."),
+    MetricSpec("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache."),
+    MetricSpec("num_preemptions", "counter", "Sequences preempted."),
+    MetricSpec("num_steps", "counter", "Engine steps."),
+    MetricSpec("request_success", "counter", "Requests that ended, by reason.", label="finished_reason"),
+    MetricSpec("time_to_first_token_seconds", "histogram", "Arrival at the engine to the first token."),
+    MetricSpec("inter_token_latency_seconds", "histogram", "Between consecutive tokens of a sequence."),
+    MetricSpec("e2e_request_latency_seconds", "histogram", "Arrival at the engine to the last token."),
+    MetricSpec("request_queue_time_seconds", "histogram", "Arrival at the engine to the first step."),
+    MetricSpec("step_time_seconds", "histogram", "Duration of an engine step."),
+)
+SNAPSHOT_AGE = "snapshot_age_seconds"  # gauge: time since a replica's snapshot reached its monitor
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSeries:
+    """One replica's snapshot and the labels it is shown under."""
+
+    labels: tuple[str, str, str, str]  # LABELS
+    age_s: float
+    stats: EngineStats
+
+
+class _Snapshots(Collector):
+    def __init__(self, series: Iterable[ReplicaSeries]) -> None:
+        self._series = tuple(series)
+
+    def collect(self) -> Iterator[Metric]:
+        age = GaugeMetricFamily(PREFIX + SNAPSHOT_AGE, "Seconds since the replica's last report.", labels=LABELS)
+        for replica in self._series:
+            age.add_metric(replica.labels, replica.age_s)
+        yield age
+        for spec in METRICS:
+            yield self._family(spec)
+
+    def _family(self, spec: MetricSpec) -> Metric:
+        name = PREFIX + spec.name
+        if spec.kind == "histogram":
+            histogram = HistogramMetricFamily(name, spec.help, labels=LABELS)
+            for replica in self._series:
+                value = getattr(replica.stats, spec.name)
+                if value is not None:
+                    histogram.add_metric(replica.labels, _cumulative(value), value.sum)
+            return histogram
+        labels = LABELS if spec.label is None else (*LABELS, spec.label)
+        family = (GaugeMetricFamily if spec.kind == "gauge" else CounterMetricFamily)(name, spec.help, labels=labels)
+        for replica in self._series:
+            value = getattr(replica.stats, spec.name)
+            for extra, number in [((), value)] if spec.label is None else [((key,), n) for key, n in value.items()]:
+                family.add_metric((*replica.labels, *extra), number)
+        return family
+
+
+def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
+    buckets, total = [], 0
+    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    return buckets
+
+
+def render(series: Iterable[ReplicaSeries]) -> bytes:
+    """Prometheus text format, for CONTENT_TYPE_LATEST."""
+    registry = CollectorRegistry()
+    registry.register(_Snapshots(series))
+    return generate_latest(registry)

@@ -1,0 +1,92 @@
+"""A pool's replica: a thin shell that puts an Engine behind Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from ray import serve
+
+from app.config import ModelSource, PoolConfig, PoolSettings, load_config
+from app.errors import LongspanError
+from app.protocol import EngineStats, GenerateRequest, TokenChunk
+from app.serving.monitor import ReplicaReport
+from app.serving.routing import PoolLimits, PoolName
+from app.serving.streaming import Pacer, stream_text
+from app.tokenizer import Tokenizer
+
+logger = logging.getLogger("ray.serve")
+
+REPORT_PERIOD_S = 1.0
+# The engine thread holds the GIL in short bursts between kernels; the default of 5 ms makes it wait for the event loop.
+SWITCH_INTERVAL_S = 0.0005
+
+
+class Replica:
+    """The deployment class. An item of `generate` is a list of chunks, or the error that ends the stream."""
+
+    def __init__(self, pool: PoolName, source: ModelSource, config: PoolConfig) -> None:
+        # Imported here: the router and the controller never load torch.
+        from app.engine.loading import load_engine
+
+        self._pool = pool
+        self._settings = config.settings
+        try:
+            self._tokenizer = Tokenizer(source.folder)
+            self._engine = load_engine(source, config.engine)
+        except LongspanError as error:
+            # One line for the operator: Serve reports the last exception of the constructor.
+            raise RuntimeError(f"{pool} pool: {type(error).__name__}: {error.message}") from None
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._engine.start()
+        self._pacer = Pacer()
+        limits = self._engine.limits
+        self._limits = PoolLimits(limits.max_model_len, limits.vocab_size, self._engine.version)
+        self._reporter = asyncio.create_task(self._report_forever())
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take what may change at run time (PoolSettings)."""
+        self._settings = load_config(PoolSettings, user_config, where="user_config")
+
+    async def generate(
+        self, requests: tuple[GenerateRequest, ...]
+    ) -> AsyncGenerator[list[TokenChunk] | LongspanError, None]:
+        """Run the sequences of one prompt together: all or none are admitted; cancelling the call aborts them.
+
+        Expected errors travel as items, because Serve logs a traceback for each exception.
+        """
+        try:
+            for request in requests:
+                self._engine.validate(request)
+            async with aclosing(stream_text(self._engine, self._tokenizer, requests, self._pacer)) as items:
+                async for item in items:
+                    yield item
+        except LongspanError as error:
+            yield error
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def check_health(self) -> None:
+        """Raises EngineError if the engine has stopped, or has work and makes no step."""
+        self._engine.check_health(self._settings.watchdog_timeout_s)
+
+    async def __del__(self) -> None:
+        # Serve calls this after the last stream has drained.
+        self._reporter.cancel()
+        await asyncio.to_thread(self._engine.stop)
+
+    async def _report_forever(self) -> None:
+        context = serve.get_replica_context()
+        monitor = serve.get_deployment_handle("monitor", app_name=context.app_name)
+        while True:
+            report = ReplicaReport(self._pool, context.replica_id.unique_id, self._limits, self._engine.stats())
+            try:
+                await monitor.report.remote(report)
+            except Exception as error:  # the monitor may restart; the next report finds its successor
+                logger.warning("report to the monitor failed: %s", type(error).__name__)
+            await asyncio.sleep(REPORT_PERIOD_S)
