@@ -33,31 +33,37 @@ def _torch_experts(
         buffer | expert 0's tokens, padding | expert 2's tokens, padding | ...  each part a multiple of _CPU_ROWS
     """
     num_tokens, top_k = ids.shape
-    pairs = ids.flatten().long()
-    counts = torch.bincount(pairs + 1, minlength=gate_up.shape[0] + 1)[1:]  # pairs per expert, -1 left out
-    padding = -counts % _CPU_ROWS
-    sizes = (counts + padding).tolist()
-    num_rows, num_pairs = sum(sizes), int(counts.sum())
-    order = torch.argsort(pairs, stable=True)[pairs.numel() - num_pairs :]  # by expert; -1 comes first and is dropped
-    padding_before = padding.cumsum(0) - padding
-    place = torch.arange(num_pairs) + padding_before[pairs[order]]  # each sorted pair's row in the buffer
-    source = pairs.new_zeros(num_rows).scatter_(0, place, order // top_k)  # padding rows compute token 0, unused
+    pairs_of: list[list[int]] = [[] for _ in range(gate_up.shape[0])]
+    pair_ids = ids.flatten().tolist()
+    for pair, expert in enumerate(pair_ids):
+        if expert >= 0:
+            pairs_of[expert].append(pair)
+    hit = [expert for expert, pairs in enumerate(pairs_of) if pairs]
+    source: list[int] = []  # buffer row -> token
+    place = [-1] * len(pair_ids)  # pair -> buffer row; -1 is the row of zeros at the end
+    sizes = []
+    for pairs in (pairs_of[expert] for expert in hit):
+        for pair in pairs:
+            place[pair] = len(source)
+            source.append(pair // top_k)
+        padding = -len(pairs) % _CPU_ROWS
+        source += source[-1:] * padding
+        sizes.append(len(pairs) + padding)
 
-    hit = [expert for expert, size in enumerate(sizes) if size]
-    sizes = [sizes[expert] for expert in hit]
-    projected = x.new_empty(num_rows, gate_up.shape[1])
+    projected = x.new_empty(len(source), gate_up.shape[1])
+    weights_of = gate_up.mT.unbind()
     for expert, rows, out in zip(hit, x[source].split(sizes), projected.split(sizes), strict=True):
-        torch.mm(rows, gate_up[expert].t(), out=out)
+        torch.mm(rows, weights_of[expert], out=out)
     gate, up = projected.chunk(2, -1)
     # SiLU in exactly rounded steps: torch's silu rounds differently in its vector loop and that loop's scalar tail.
     hidden = torch.exp(-gate).add_(1).reciprocal_().mul_(gate).mul_(up)
-    results = x.new_empty(num_rows + 1, x.shape[1])
-    results[num_rows] = 0.0  # what a pair without an expert reads
-    for expert, rows, out in zip(hit, hidden.split(sizes), results[:num_rows].split(sizes), strict=True):
-        torch.mm(rows, down[expert].t(), out=out)
+    results = x.new_empty(len(source) + 1, x.shape[1])
+    results[-1] = 0.0
+    weights_of = down.mT.unbind()
+    for expert, rows, out in zip(hit, hidden.split(sizes), results[:-1].split(sizes), strict=True):
+        torch.mm(rows, weights_of[expert], out=out)
 
-    place_of_pair = torch.full_like(pairs, num_rows).scatter_(0, order, place)
-    scaled = results[place_of_pair].float().mul_(weights.view(-1, 1))
+    scaled = results[place].float().mul_(weights.view(-1, 1))
     return scaled.view(num_tokens, top_k, -1).sum(1).to(x.dtype)
 
 

@@ -44,17 +44,14 @@ def mla_rope_cache_reference(
     return q, cache
 
 
-def _rotate_in_place(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> None:
-    """Rotate x [N, H, P] by angles [N, 1, P]. Every operation is exactly rounded, so a row's bits never vary."""
+def _rotated(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [N, H, P] rotated by angles [N, 1, P], in fp32. Each step rounds exactly, so a row's bits never vary."""
     half = x.shape[-1] // 2
-    rows = x if x.dtype == torch.float32 else x.float()
+    rows = x.float()
     if interleaved and rows.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in rows.stride()[:-1]):
         turn = torch.complex(angles[..., :half], angles[..., half:])
-        torch.view_as_complex(rows.unflatten(-1, (half, 2))).mul_(turn)
-        if rows is not x:
-            x.copy_(rows)
-    else:
-        x.copy_(rotate_reference(rows, angles, interleaved=interleaved))
+        return torch.view_as_real(torch.view_as_complex(rows.unflatten(-1, (half, 2))) * turn).flatten(-2)
+    return rotate_reference(rows, angles, interleaved=interleaved)
 
 
 def _torch_rope_cache(
@@ -63,17 +60,14 @@ def _torch_rope_cache(
 ) -> None:  # fmt: skip
     rank, rope_dim = norm_weight.shape[0], cos_sin.shape[1]
     angles = cos_sin.index_select(0, positions)[:, None]
-    _rotate_in_place(q[..., -rope_dim:], angles, interleaved)
-    entries = torch.empty(kv.shape, dtype=torch.float32)
-    entries[:, :rank] = torch.nn.functional.rms_norm(kv[:, :rank].float(), (rank,), norm_weight.float(), eps)
-    rope = entries[:, None, rank:]
-    rope.copy_(kv[:, None, rank:])
-    _rotate_in_place(rope, angles, interleaved)
-    written = slots
+    rope = q[..., -rope_dim:]
+    rope.copy_(_rotated(rope, angles, interleaved))
+    latent = torch.nn.functional.rms_norm(kv[:, :rank].float(), (rank,), norm_weight.float(), eps)
+    entries = torch.cat([latent, _rotated(kv[:, None, rank:], angles, interleaved)[:, 0]], 1).to(cache.dtype)
     if slots.numel() and int(slots.min()) < 0:
         rows = (slots >= 0).nonzero().squeeze(1)
-        written, entries = slots[rows], entries[rows]
-    cache.view(-1, cache.shape[-1]).index_copy_(0, written, entries.to(cache.dtype))
+        slots, entries = slots[rows], entries[rows]
+    cache.view(-1, cache.shape[-1]).index_copy_(0, slots, entries)
 
 
 @triton.jit
