@@ -58,7 +58,9 @@ class Tokenizer:
             raise CheckpointError(f"the chat template is not usable: {error}", file="chat_template.jinja") from None
         except Exception as error:  # tokenizers raises bare Exception
             raise CheckpointError(f"not readable: {error}", file="tokenizer.json") from None
-        self._control = _alternatives(token for token in self._added_ids if len(token) > 1)
+        # The group makes `split` put control tokens at the odd places; "(?!)" matches nothing.
+        control = _any_of(token for token in self._added_ids if len(token) > 1)
+        self._control = re.compile(f"({control or '(?!)'})")
         self._names = _special_names(config)
         self._adds_bos = bool(config.get("add_bos_token"))
         self.bos_id = self._added_ids.get(self._names.get("bos_token", ""))
@@ -232,10 +234,19 @@ def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
     return decoder["type"] == "ByteLevel" or any(map(_is_byte_level, decoder.get("decoders", ())))
 
 
-def _alternatives(tokens: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that captures any of these strings, the longest first; its split has them at the odd places."""
-    escaped = [re.escape(token) for token in sorted(tokens, key=len, reverse=True)]
-    return re.compile(f"({'|'.join(escaped)})" if escaped else "((?!))")
+def _any_of(strings: Iterable[str]) -> str:
+    """A regular expression for any of these strings, the longest first.
+
+    Written as a tree of characters, so that a checkpoint's hundreds of control tokens cost no more than one each time
+    a text holds how they begin.
+    """
+    rests: dict[str, list[str]] = {}
+    for string in strings:
+        rests.setdefault(string[:1], []).append(string[1:])
+    branches = [re.escape(char) + _any_of(rest) for char, rest in rests.items() if char]
+    if not branches:
+        return ""
+    return f"(?:{'|'.join(branches)})" + ("?" if "" in rests else "")
 
 
 def _special_names(config: dict[str, Any]) -> dict[str, str]:

@@ -303,3 +303,17 @@ def test_cost_per_token_does_not_grow() -> None:
         return best
 
     assert seconds(8) < 8 * 2.5 * seconds(1)
+
+
+def test_hundreds_of_control_tokens_cost_little(tmp_path: Path) -> None:
+    """DeepSeek's tokenizers name 800 placeholders that begin alike; a prompt full of such beginnings must not stall."""
+    added = json.loads((EMBEDDED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    names = [f"<｜place▁holder▁no▁{index}｜>" for index in range(800)] + ["<｜place", "<｜place▁holder▁no▁7"]
+    added += [added[-1] | {"id": 8192 + index, "content": name} for index, name in enumerate(names)]
+    tokenizer = Tokenizer(folder_with(tmp_path, tokenizer={"added_tokens": added}))
+    content = "".join(names) + "<｜place▁holder▁no▁" * 20_000 + "<" * 100_000
+    start = time.process_time()
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": content}])
+    assert time.process_time() - start < 5.0
+    assert max(ids) < 8192
+    assert tokenizer.decode(ids) == content
