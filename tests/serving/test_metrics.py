@@ -1,0 +1,90 @@
+"""The Prometheus text: every metric once, values and labels as reported, stale replicas gone."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.protocol import EngineStats, Histogram
+from app.serving import monitor as monitor_module
+from app.serving.metrics import METRICS, PREFIX, ReplicaSeries, render
+from app.serving.monitor import Monitor, ReplicaReport
+from app.serving.routing import PoolLimits
+
+STATS = EngineStats(
+    num_requests_running=2,
+    num_blocks=10,
+    num_free_blocks=4,
+    generation_tokens=50,
+    request_success={"stop": 3, "length": 1},
+    time_to_first_token_seconds=Histogram((0.1, 1.0), (2, 1, 4), 9.5),
+)
+LABELS = ("m", "pools", "short", "r1")
+
+
+def samples(*series: ReplicaSeries) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = render(series).decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def key(name: str, **extra: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    labels = {"model": "m", "app": "pools", "pool": "short", "replica": "r1", **extra}
+    return PREFIX + name, tuple(sorted(labels.items()))
+
+
+def test_values_and_labels() -> None:
+    got = samples(ReplicaSeries(LABELS, 0.5, STATS))
+    assert got[key("num_requests_running")] == 2
+    assert got[key("kv_cache_usage_perc")] == pytest.approx(0.6)
+    assert got[key("generation_tokens_total")] == 50
+    assert got[key("request_success_total", finished_reason="stop")] == 3
+    assert got[key("snapshot_age_seconds")] == 0.5
+    assert got[key("time_to_first_token_seconds_bucket", le="1.0")] == 3
+    assert got[key("time_to_first_token_seconds_bucket", le="+Inf")] == 7
+    assert got[key("time_to_first_token_seconds_count")] == 7
+    assert got[key("time_to_first_token_seconds_sum")] == 9.5
+
+
+def test_replicas_keep_their_own_series() -> None:
+    got = samples(ReplicaSeries(LABELS, 0.0, STATS), ReplicaSeries(("m", "pools", "long", "r2"), 0.0, EngineStats()))
+    assert got[key("num_requests_running")] == 2
+    assert got[key("num_requests_running", pool="long", replica="r2")] == 0
+
+
+def test_no_replica_still_declares_every_metric() -> None:
+    text = render([]).decode()
+    for spec in METRICS:
+        assert f"# TYPE {PREFIX}{spec.name}" in text
+
+
+def test_every_field_of_engine_stats_is_declared_once() -> None:
+    names = [spec.name for spec in METRICS]
+    assert len(names) == len(set(names))
+    assert {field.name for field in fields(EngineStats)} <= set(names)
+
+
+def report(replica_id: str) -> ReplicaReport:
+    return ReplicaReport("short", replica_id, PoolLimits(10, 20, "v"), STATS)
+
+
+def test_monitor_drops_stale_reports_and_keeps_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(monitor_module.time, "monotonic", lambda: clock[0])
+    monitor = Monitor()
+    monitor.report(report("r1"))
+    clock[0] += 6.0
+    monitor.report(report("r2"))
+    clock[0] += 3.0
+    snapshot = monitor.snapshot()
+    assert sorted((age_s, held.replica_id) for age_s, held in snapshot.replicas) == [(3.0, "r2"), (9.0, "r1")]
+    clock[0] += 2.0
+    assert [held.replica_id for _, held in monitor.snapshot().replicas] == ["r2"]
+    clock[0] += 60.0
+    assert monitor.snapshot().replicas == ()
+    assert monitor.snapshot().limits["short"].max_model_len == 10
