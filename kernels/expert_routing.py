@@ -42,6 +42,61 @@ def _top(values: torch.Tensor, k: int) -> torch.Tensor:
     return torch.sort(values, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
+@triton.jit
+def _route_kernel(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, scale,
+    E: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTMAX: tl.constexpr, TOP2_SUM: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """One token per program; its experts as a [groups, group size] tile, both padded to powers of two."""
+    LOWEST: tl.constexpr = -3.4028234663852886e38  # of what may still be chosen; chosen and padding are -inf
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_G)
+    member = tl.arange(0, BLOCK_S)
+    expert = group[:, None] * S + member[None, :]
+    exists = (group[:, None] < G) & (member[None, :] < S)
+    logits = tl.load(logits_ptr + row * E + expert, mask=exists, other=-float("inf"))
+    if SOFTMAX:
+        scores = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
+        scores = scores / tl.sum(tl.sum(scores, axis=1), axis=0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    choice = scores
+    if HAS_BIAS:
+        choice += tl.load(bias_ptr + expert, mask=exists, other=0.0)
+    choice = tl.where(choice >= LOWEST, choice, LOWEST)  # NaN too: an id is in range whatever comes in
+    choice = tl.where(exists, choice, -float("inf"))
+    if G > 1:
+        best, best_at = tl.max(choice, axis=1, return_indices=True, return_indices_tie_break_left=True)
+        if TOP2_SUM:
+            best += tl.max(tl.where(member[None, :] == best_at[:, None], -float("inf"), choice), axis=1)
+        best = tl.where(group < G, tl.maximum(best, LOWEST), -float("inf"))
+        kept = group < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            _, at = tl.max(best, axis=0, return_indices=True, return_indices_tie_break_left=True)
+            kept = kept | (group == at)
+            best = tl.where(group == at, -float("inf"), best)
+        choice = tl.where(kept[:, None], choice, -float("inf"))
+    slot = tl.arange(0, BLOCK_K)
+    ids = tl.zeros([BLOCK_K], tl.int32)
+    weights = tl.zeros([BLOCK_K], tl.float32)
+    flat_expert = tl.reshape(expert, [BLOCK_G * BLOCK_S])
+    flat_scores = tl.reshape(scores, [BLOCK_G * BLOCK_S])
+    flat_choice = tl.reshape(choice, [BLOCK_G * BLOCK_S])
+    index = tl.arange(0, BLOCK_G * BLOCK_S)
+    for i in tl.static_range(K):
+        _, at = tl.max(flat_choice, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        chosen = index == at
+        ids = tl.where(slot == i, tl.sum(tl.where(chosen, flat_expert, 0), axis=0), ids)
+        weights = tl.where(slot == i, tl.sum(tl.where(chosen, flat_scores, 0.0), axis=0), weights)
+        flat_choice = tl.where(chosen, -float("inf"), flat_choice)
+    if NORMALIZE:
+        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    tl.store(ids_ptr + row * K + slot, ids, mask=slot < K)
+    tl.store(weights_ptr + row * K + slot, weights * scale, mask=slot < K)
+
+
 def route_experts(
     logits: torch.Tensor, bias: torch.Tensor | None, *, top_k: int, num_groups: int, top_groups: int,
     scoring: Scoring, group_score: GroupScore, normalize: bool, scale: float, backend: Backend | None = None,
@@ -83,4 +138,16 @@ def route_experts(
             logits, bias, top_k=top_k, num_groups=num_groups, top_groups=top_groups,
             scoring=scoring, group_score=group_score, normalize=normalize, scale=scale,
         )  # fmt: skip
-    raise NotImplementedError
+    num_tokens = logits.shape[0]
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    if num_tokens:
+        _route_kernel[(num_tokens,)](
+            logits, bias, ids, weights, scale,
+            E=num_experts, G=num_groups, S=group_size,
+            BLOCK_G=triton.next_power_of_2(num_groups), BLOCK_S=triton.next_power_of_2(group_size),
+            K=top_k, BLOCK_K=triton.next_power_of_2(top_k), TOP_GROUPS=top_groups,
+            HAS_BIAS=bias is not None, SOFTMAX=scoring == "softmax", TOP2_SUM=group_score == "top2_sum",
+            NORMALIZE=normalize, num_warps=1,
+        )  # fmt: skip
+    return ids, weights

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, use_triton
 
@@ -67,6 +70,212 @@ def _torch_experts(
     return scaled.view(num_tokens, top_k, -1).sum(1).to(x.dtype)
 
 
+@triton.jit(do_not_specialize=["num_pairs"])
+def _sort_kernel(
+    ids_ptr, rows_ptr, block_experts_ptr, num_blocks_ptr, num_pairs,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Counting sort of pairs by expert, padded to BLOCK_M rows each. Program e places expert e's pairs, in order:
+
+    rows          | pairs of expert 0, padding | pairs of expert 2, padding | ...   padding holds num_pairs
+    block_experts | 0 | 0 | 2 | ...                                                 one per BLOCK_M rows
+
+    Every program counts all pairs, which costs less than a second launch.
+    """
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1)
+        counts += tl.histogram(tl.where((ids >= 0) & (ids < E), ids, BINS - 1), BINS)
+    blocks = tl.where(bins < E, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    first_block = tl.sum(tl.where(bins < expert, blocks, 0), axis=0)
+    num_blocks = tl.sum(tl.where(bins == expert, blocks, 0), axis=0)
+    if expert == 0:
+        tl.store(num_blocks_ptr, tl.sum(blocks, axis=0))
+    for block in range(num_blocks):
+        tl.store(block_experts_ptr + first_block + block, expert)
+    place = first_block * BLOCK_M
+    for start in range(0, num_pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        is_mine = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1) == expert
+        rank = tl.cumsum(is_mine.to(tl.int32), axis=0) - 1
+        tl.store(rows_ptr + place + rank, pair, mask=is_mine)
+        place += tl.sum(is_mine.to(tl.int32), axis=0)
+    padding = place + tl.arange(0, BLOCK_M)
+    tl.store(rows_ptr + padding, num_pairs, mask=padding < (first_block + num_blocks) * BLOCK_M)
+
+
+@triton.jit
+def _tile_of(pid, num_blocks, num_columns: tl.constexpr, GROUP: tl.constexpr):
+    """Program -> (row block, column block): GROUP row blocks walk the columns together, so weights stay in L2."""
+    first = pid // (GROUP * num_columns) * GROUP
+    size = min(num_blocks - first, GROUP)
+    inside = pid % (GROUP * num_columns)
+    return first + inside % size, inside // size
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _gate_up_kernel(
+    x_ptr, gate_up_desc, hidden_ptr, rows_ptr, block_experts_ptr, num_blocks_ptr, num_pairs,
+    D: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """hidden[r] = silu(gate) * up of the token in sorted row r."""
+    columns: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0)
+    num_blocks = tl.load(num_blocks_ptr)
+    if pid >= num_blocks * columns:
+        return
+    block, column = _tile_of(pid, num_blocks, columns, GROUP)
+    expert = tl.load(block_experts_ptr + block)
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    pair = tl.load(rows_ptr + row)
+    is_pair = pair < num_pairs
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * D + k[None, :]
+    gate_row = expert * (2 * I) + column * BLOCK_N
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, D, BLOCK_K):
+        if D % BLOCK_K == 0:
+            x = tl.load(x_ptrs + start, mask=is_pair[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptrs + start, mask=is_pair[:, None] & (k[None, :] < D - start), other=0.0)
+        gate = tl.dot(x, gate_up_desc.load([gate_row, start]).T, gate, input_precision=PRECISION)
+        up = tl.dot(x, gate_up_desc.load([gate_row + I, start]).T, up, input_precision=PRECISION)
+    hidden = gate / (1.0 + tl.exp(-gate)) * up
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * I + n[None, :]
+    tl.store(out_ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=n[None, :] < I)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _down_kernel(
+    hidden_desc, down_desc, weights_ptr, out_ptr, rows_ptr, block_experts_ptr, num_blocks_ptr, num_pairs,
+    D: tl.constexpr, I: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = weights[pair] * down @ hidden of the pair's sorted row."""
+    columns: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0)
+    num_blocks = tl.load(num_blocks_ptr)
+    if pid >= num_blocks * columns:
+        return
+    block, column = _tile_of(pid, num_blocks, columns, GROUP)
+    expert = tl.load(block_experts_ptr + block)
+    pair = tl.load(rows_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    is_pair = pair < num_pairs
+    down_row = expert * D + column * BLOCK_N
+    out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, I, BLOCK_K):
+        hidden = hidden_desc.load([block * BLOCK_M, start])
+        out = tl.dot(hidden, down_desc.load([down_row, start]).T, out, input_precision=PRECISION)
+    out *= tl.load(weights_ptr + pair, mask=is_pair, other=0.0)[:, None]
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * D + n[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_pair[:, None] & (n[None, :] < D))
+
+
+@triton.jit
+def _sum_kernel(parts_ptr, ids_ptr, out_ptr, E: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_D: tl.constexpr):
+    """out[n] = sum_j parts[n, j] in the order of j, leaving out pairs without an expert."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for j in tl.static_range(TOP_K):
+        pair = token * TOP_K + j
+        expert = tl.load(ids_ptr + pair)
+        if expert >= 0 and expert < E:
+            total += tl.load(parts_ptr + pair * D + n, mask=n < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * D + n, total.to(out_ptr.dtype.element_ty), mask=n < D)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one grouped GEMM is cut."""
+
+    columns: int
+    depth: int  # of the reduction, per step
+    num_warps: int
+    num_stages: int
+    group: int = 8  # row blocks that walk the columns together
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """The tiles used up to `max_rows` tokens per expert on average; both GEMMs share the row block."""
+
+    max_rows: float
+    rows: int
+    gate_up: Tile
+    down: Tile
+
+
+TILES_16BIT = (
+    ExpertTiles(8, 16, Tile(64, 128, 4, 4, 1), Tile(64, 128, 4, 4, 1)),
+    ExpertTiles(48, 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+    ExpertTiles(float("inf"), 128, Tile(128, 64, 8, 3), Tile(256, 64, 8, 3)),
+)
+# fp32 serves parity checks: its products are exact, not TF32, so they run on the ordinary arithmetic units.
+TILES_32BIT = (ExpertTiles(float("inf"), 16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),)
+
+
+def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTiles:
+    table = TILES_32BIT if dtype == torch.float32 else TILES_16BIT
+    return next(tiles for tiles in table if num_pairs <= tiles.max_rows * num_experts)
+
+
+def _triton_experts(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+    tiles: ExpertTiles,
+) -> torch.Tensor:  # fmt: skip
+    """Sort, two grouped GEMMs, sum: four launches whose grids depend on shapes alone, so they fit a CUDA graph."""
+    (num_tokens, dim), top_k, (num_experts, _, inter) = x.shape, ids.shape[1], down.shape
+    num_pairs, device = num_tokens * top_k, x.device
+    out = torch.empty_like(x)
+    if num_pairs == 0:
+        return out.zero_()
+    max_blocks = num_pairs // tiles.rows + min(num_experts, num_pairs)  # each hit expert fills up one block at most
+    rows = torch.empty(max_blocks * tiles.rows, dtype=torch.int32, device=device)
+    block_experts = torch.empty(max_blocks, dtype=torch.int32, device=device)
+    num_blocks = torch.empty(1, dtype=torch.int32, device=device)
+    _sort_kernel[(num_experts,)](
+        ids, rows, block_experts, num_blocks, num_pairs,
+        E=num_experts, BINS=triton.next_power_of_2(num_experts + 1), BLOCK_M=tiles.rows,
+        CHUNK=min(2048, max(128, triton.next_power_of_2(num_pairs))), num_warps=4 if num_pairs <= 1024 else 8,
+    )  # fmt: skip
+    hidden = torch.empty(len(rows), inter, dtype=x.dtype, device=device)
+    parts = torch.empty(num_pairs, dim, dtype=x.dtype, device=device)
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    tile = tiles.gate_up
+    _gate_up_kernel[(max_blocks * triton.cdiv(inter, tile.columns),)](
+        x, _descriptor(gate_up.view(-1, dim), tile.columns, tile.depth), hidden,
+        rows, block_experts, num_blocks, num_pairs,
+        D=dim, I=inter, TOP_K=top_k, PRECISION=precision,
+        BLOCK_M=tiles.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    tile = tiles.down
+    _down_kernel[(max_blocks * triton.cdiv(dim, tile.columns),)](
+        _descriptor(hidden, tiles.rows, tile.depth), _descriptor(down.view(-1, inter), tile.columns, tile.depth),
+        weights, parts, rows, block_experts, num_blocks, num_pairs,
+        D=dim, I=inter, PRECISION=precision,
+        BLOCK_M=tiles.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(dim))
+    _sum_kernel[(num_tokens, triton.cdiv(dim, block))](
+        parts, ids, out, E=num_experts, D=dim, TOP_K=top_k, BLOCK_D=block
+    )
+    return out
+
+
+def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
 def fused_experts(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
     *, backend: Backend | None = None,
@@ -102,4 +311,6 @@ def fused_experts(
     check_dtype("down", down, x.dtype)
     if not use_triton(x, backend):
         return _torch_experts(x, gate_up, down, ids, weights)
-    raise NotImplementedError
+    if dim * x.element_size() % 16 or inter * x.element_size() % 16:
+        raise ValueError(f"x: rows of {dim} and {inter} values must be multiples of 16 bytes for the Triton kernel")
+    return _triton_experts(x, gate_up, down, ids, weights, choose_tiles(ids.numel(), num_experts, x.dtype))
