@@ -1,4 +1,4 @@
-"""Small random checkpoints in Hugging Face layout, written by transformers' own modelling code, and that code as oracle."""
+"""Small random checkpoints in Hugging Face layout, and the code that wrote them, transformers, as the oracle."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
-from transformers import PreTrainedModel
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedModel,
+)
 
 VOCAB_SIZE = 96
 

@@ -1,7 +1,7 @@
 """The files of a checkpoint in Hugging Face layout: its manifest and digest, and its sharded tensors, read lazily.
 
-    folder/  config.json  model.safetensors  or  model.safetensors.index.json + model-0000i-of-0000n.safetensors
-             manifest.sha256 (optional)      lines of `sha256  filename`, checked before anything is loaded
+folder/  config.json  model.safetensors  or  model.safetensors.index.json + model-0000i-of-0000n.safetensors
+         manifest.sha256 (optional)      lines of `sha256  filename`, checked before anything is loaded
 """
 
 from __future__ import annotations
@@ -29,39 +29,40 @@ _MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
 _SCALE_SUFFIX = "_scale_inv"
 
 
-def checkpoint_digest(folder: str | Path) -> str:
-    """sha256 over the sorted manifest lines; a manifest is computed from the files if the folder holds none."""
+def checkpoint_digest(folder: str | Path, *, expected: str | None = None) -> str:
+    """sha256 over the sorted manifest lines; a manifest is computed from the files if the folder holds none.
+
+    Raises CheckpointError if it is not `expected`. Whether the files match their manifest is `verify_manifest`'s part.
+    """
     folder = Path(folder)
-    return _digest(_read_manifest(folder) or _hash_files(folder, _manifest_names(folder)))
+    manifest = _read_manifest(folder) or _hash_files(folder, _manifest_names(folder))
+    lines = sorted(f"{sha256}  {name}\n" for name, sha256 in manifest.items())
+    digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+    if expected is not None and digest != expected:
+        raise CheckpointError(f"the checkpoint's digest is {digest}, expected {expected}", file=str(folder))
+    return digest
 
 
-def verify_checkpoint(folder: str | Path, digest: str | None = None) -> None:
-    """Hash the files and compare them with the manifest, if there is one, and its digest with `digest`, if given.
+def verify_manifest(folder: str | Path) -> None:
+    """Hash the files and compare them with the folder's manifest, if it has one.
 
-    Raises CheckpointError on a missing or changed file, a shard the manifest leaves out, or another digest.
+    Raises CheckpointError on a missing or changed file, or a shard that the manifest leaves out.
     """
     folder = Path(folder)
     manifest = _read_manifest(folder)
-    if manifest is None and digest is None:
+    if manifest is None:
         return
-    names = sorted(manifest) if manifest is not None else _manifest_names(folder)
-    actual = _hash_files(folder, names)
-    for name, expected in (manifest or {}).items():
-        if actual[name] != expected:
-            raise CheckpointError(f"sha256 is {actual[name]}, {MANIFEST_FILE} has {expected}", file=str(folder / name))
+    for name, actual in _hash_files(folder, sorted(manifest)).items():
+        if actual != manifest[name]:
+            raise CheckpointError(f"sha256 is {actual}, {MANIFEST_FILE} has {manifest[name]}", file=str(folder / name))
     for path in sorted(folder.glob("*.safetensors")):
-        if path.name not in actual:
+        if path.name not in manifest:
             raise CheckpointError(f"is not listed in {MANIFEST_FILE}", file=str(path))
-    if digest is not None and _digest(actual) != digest:
-        raise CheckpointError(f"the checkpoint's digest is {_digest(actual)}, expected {digest}", file=str(folder))
-
-
-def _digest(manifest: dict[str, str]) -> str:
-    lines = sorted(f"{sha256}  {name}\n" for name, sha256 in manifest.items())
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _manifest_names(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise CheckpointError("is not a folder", file=str(folder))
     return sorted(path.name for path in folder.iterdir() if path.suffix in _MANIFEST_SUFFIXES and path.is_file())
 
 
@@ -111,7 +112,9 @@ class Checkpoint:
                 self._files.setdefault(name, path)
         for name, file in weight_map.items():
             if self._files.get(name) is None or name not in self._shards[folder / file].keys():  # noqa: SIM118
-                raise CheckpointError(f"{INDEX_FILE} places it here, but it is absent", file=str(folder / file), tensor=name)
+                raise CheckpointError(
+                    f"{INDEX_FILE} places it here, but it is absent", file=str(folder / file), tensor=name
+                )
             self._files[name] = folder / file
         self._unread = set(self._files)
 
@@ -169,7 +172,9 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError("weight_map: expected an object of tensor names and shard files", file=str(path))
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain_name(file):
-            raise CheckpointError(f"weight_map: expected a file of the same folder, got {file!r}", file=str(path), tensor=name)
+            raise CheckpointError(
+                f"weight_map: expected a file of the same folder, got {file!r}", file=str(path), tensor=name
+            )
     return weight_map
 
 

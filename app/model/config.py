@@ -115,7 +115,7 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         yarn = self.rope.yarn
-        return self.qk_head_dim**-0.5 * (yarn.softmax_factor if yarn else 1.0)
+        return 1.0 / math.sqrt(self.qk_head_dim) * (yarn.softmax_factor if yarn else 1.0)
 
     def is_moe_layer(self, layer: int) -> bool:
         moe = self.moe

@@ -1,0 +1,185 @@
+"""Multi-head latent attention over a paged cache of latents (DeepSeek-V2, section 2.1, arXiv 2405.04434).
+
+    R = kv_lora_rank, dn / dr / dv = nope / rope / value dims, H heads
+    cache[slot] = [ c: R | rotated key: dr ],  k_nope = W_kb c,  v = W_vb c
+
+Absorbed: the query is mapped into latent space (W_kb^T q), attends to the cache itself, and W_vb maps the result back.
+Unabsorbed: keys and values of the whole context are expanded once for a chunk of queries, which costs fewer FLOPs there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from app.model.config import ModelConfig
+from app.model.inputs import ModelInput
+from app.model.layers import Linear
+from kernels.blocks import gather_blocks
+from kernels.checks import Backend
+from kernels.mla_decode import mla_decode, plan_mla_decode
+from kernels.mla_prefill import mla_prefill
+from kernels.mla_rope_cache import mla_rope_cache
+from kernels.rms_norm import rms_norm
+
+LATENT_NORM_EPS = 1e-6  # of the two inner norms, whatever rms_norm_eps says
+
+
+@dataclass(frozen=True, slots=True)
+class MlaWeights:
+    qkv_a: (
+        torch.Tensor
+    )  # [Rq + R + dr, D], Rq = q_lora_rank; without one the first rows are q_proj: [H (dn + dr) + ...]
+    qkv_a_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None  # [Rq]
+    q_b: torch.Tensor | None  # [H (dn + dr), Rq]
+    kv_norm: torch.Tensor  # [R]
+    kv_b: torch.Tensor  # [H (dn + dv), R]: W_kb and W_vb of each head
+    o: torch.Tensor  # [D, H dv]
+    o_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AbsorbedRows:
+    """The step's leading rows, which attend in latent space."""
+
+    num_rows: int
+    block_tables: torch.Tensor  # [B, max_blocks] int32
+    context_lens: torch.Tensor  # [B] int32
+    query_starts: torch.Tensor | None  # [B + 1] int32; None: one row per sequence
+    plan: Any  # of plan_mla_decode: what the kernel derives from these once for all layers
+
+    @classmethod
+    def of(
+        cls, inputs: ModelInput, num_rows: int, num_seqs: int, num_heads: int, block_size: int, backend: Backend | None
+    ) -> AbsorbedRows:
+        block_tables, context_lens = inputs.block_tables[:num_seqs], inputs.context_lens[:num_seqs]
+        query_starts = None if num_rows == num_seqs else inputs.query_starts[: num_seqs + 1]
+        plan = plan_mla_decode(
+            block_tables,
+            context_lens,
+            num_queries=num_rows,
+            num_heads=num_heads,
+            block_size=block_size,
+            query_starts=query_starts,
+            backend=backend,
+        )
+        return cls(num_rows, block_tables, context_lens, query_starts, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedRows:
+    """The step's other rows: prefill chunks, which attend to the expanded keys and values of their whole context."""
+
+    block_tables: torch.Tensor  # [B, max_blocks] int32
+    context_lens: torch.Tensor  # [B] int32
+    query_starts: torch.Tensor  # [B + 1] int32, counted from the first of these rows
+    key_starts: torch.Tensor  # [B + 1] int32: the contexts one after the other
+    num_keys: int
+    max_query_len: int
+    max_key_len: int
+
+    @classmethod
+    def of(cls, inputs: ModelInput) -> ExpandedRows:
+        first = inputs.num_decodes
+        context_lens = inputs.context_lens[first:]
+        starts, lens = inputs.host_query_starts[first:], inputs.host_context_lens[first:]
+        return cls(
+            block_tables=inputs.block_tables[first:],
+            context_lens=context_lens,
+            query_starts=inputs.query_starts[first:] - first,
+            key_starts=F.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            num_keys=sum(lens),
+            max_query_len=max(end - start for start, end in pairwise(starts)),
+            max_key_len=max(lens),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What a step's layers share; every row is in exactly one of the two parts, padding in the last one."""
+
+    inputs: ModelInput
+    absorbed: AbsorbedRows | None
+    expanded: ExpandedRows | None
+
+    @classmethod
+    def of(
+        cls, inputs: ModelInput, *, absorbed_prefill: bool, num_heads: int, block_size: int, backend: Backend | None
+    ) -> AttentionStep:
+        num_rows, num_seqs = inputs.token_ids.shape[0], len(inputs.host_context_lens)
+        expanded = None
+        if not absorbed_prefill and inputs.num_decodes < num_seqs:
+            expanded = ExpandedRows.of(inputs)
+            num_rows = num_seqs = inputs.num_decodes
+        absorbed = None
+        if num_rows:
+            absorbed = AbsorbedRows.of(inputs, num_rows, num_seqs, num_heads, block_size, backend)
+        return cls(inputs, absorbed, expanded)
+
+
+class MlaAttention:
+    """One layer's attention."""
+
+    def __init__(
+        self, config: ModelConfig, weights: MlaWeights, cos_sin: torch.Tensor, backend: Backend | None
+    ) -> None:
+        self._cos_sin, self._backend = cos_sin, backend
+        self._interleaved, self._scale = config.rope.interleaved, config.softmax_scale
+        self._num_heads, self._rank = config.num_heads, config.kv_lora_rank
+        self._nope_dim, self._rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self._q_width = weights.qkv_a.shape[0] - config.cache_dim
+        self._qkv_a = Linear(weights.qkv_a, weights.qkv_a_bias)
+        self._q_norm, self._kv_norm = weights.q_norm, weights.kv_norm
+        self._q_b = None if weights.q_b is None else Linear(weights.q_b)
+        self._o = Linear(weights.o, weights.o_bias)
+        self._kv_b = weights.kv_b
+        per_head = weights.kv_b.view(self._num_heads, self._nope_dim + config.v_head_dim, self._rank)
+        self._k_b = per_head[:, : self._nope_dim]  # [H, dn, R]
+        self._v_b = per_head[:, self._nope_dim :].mT  # [H, R, dv]
+
+    def forward(self, x: torch.Tensor, step: AttentionStep, cache: torch.Tensor) -> torch.Tensor:
+        """[N, D] -> [N, D]; writes the step's latents to `cache` [num_blocks, block_size, R + dr] first."""
+        qkv = self._qkv_a.forward(x)
+        q, kv = qkv[:, : self._q_width], qkv[:, self._q_width :]
+        if self._q_b is not None and self._q_norm is not None:
+            q = self._q_b.forward(rms_norm(q, self._q_norm, LATENT_NORM_EPS, backend=self._backend))
+        q = q.unflatten(1, (self._num_heads, -1))
+        mla_rope_cache(
+            q, kv, self._kv_norm, LATENT_NORM_EPS, self._cos_sin, step.inputs.positions, step.inputs.slots, cache,
+            interleaved=self._interleaved, backend=self._backend,
+        )  # fmt: skip
+        parts = []
+        if step.absorbed is not None:
+            parts.append(self._attend_absorbed(q[: step.absorbed.num_rows], step.absorbed, cache))
+        if step.expanded is not None:
+            parts.append(self._attend_expanded(q[step.inputs.num_decodes :], step.expanded, cache))
+        heads = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._o.forward(heads.flatten(1))
+
+    def _attend_absorbed(self, q: torch.Tensor, rows: AbsorbedRows, cache: torch.Tensor) -> torch.Tensor:
+        """[N, H, dn + dr] -> [N, H, dv]; padding rows give 0."""
+        latent_q = q.new_empty(q.shape[0], self._num_heads, self._rank + self._rope_dim)
+        latent_q[..., : self._rank] = torch.bmm(q[..., : self._nope_dim].transpose(0, 1), self._k_b).transpose(0, 1)
+        latent_q[..., self._rank :] = q[..., self._nope_dim :]
+        latents = mla_decode(
+            latent_q, cache, rows.block_tables, rows.context_lens, self._scale, self._rank,
+            query_starts=rows.query_starts, plan=rows.plan, backend=self._backend,
+        )  # fmt: skip
+        return torch.bmm(latents.transpose(0, 1), self._v_b).transpose(0, 1)
+
+    def _attend_expanded(self, q: torch.Tensor, rows: ExpandedRows, cache: torch.Tensor) -> torch.Tensor:
+        """[N, H, dn + dr] -> [N, H, dv]; padding rows give 0."""
+        keys = gather_blocks(
+            cache, rows.block_tables, rows.context_lens, rows.key_starts, rows.num_keys, backend=self._backend
+        )
+        expanded = F.linear(keys[:, : self._rank], self._kv_b).unflatten(1, (self._num_heads, -1))
+        return mla_prefill(
+            q, expanded[..., : self._nope_dim], keys[:, self._rank :], expanded[..., self._nope_dim :],
+            rows.query_starts, rows.key_starts, self._scale,
+            max_query_len=rows.max_query_len, max_key_len=rows.max_key_len, backend=self._backend,
+        )  # fmt: skip

@@ -1,0 +1,53 @@
+"""Mixture of experts: the router's choice, the routed experts, and the shared expert every token passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from app.model.config import MoeConfig
+from app.model.layers import GatedMlp, Linear, MlpWeights
+from kernels.checks import Backend
+from kernels.expert_routing import route_experts
+from kernels.fused_experts import fused_experts
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    config: MoeConfig
+    router: torch.Tensor  # [E, D] fp32
+    bias: torch.Tensor | None  # [E] fp32, added to the scores for the choice only
+    gate_up: torch.Tensor  # [E, 2I, D]: gate rows, then up rows
+    down: torch.Tensor  # [E, D, I]
+    shared: MlpWeights | None
+
+
+class MixtureOfExperts:
+    def __init__(self, weights: MoeWeights, backend: Backend | None) -> None:
+        self._weights, self._backend = weights, backend
+        self._router = Linear(weights.router)
+        self._shared = None if weights.shared is None else GatedMlp(weights.shared)
+
+    def forward(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """[N, D] -> [N, D]; rows from `num_tokens` on are padding and meet no routed expert.
+
+        The router is fp32 whatever the model's dtype: a rounding error there changes which experts run.
+        """
+        weights, config = self._weights, self._weights.config
+        ids, expert_weights = route_experts(
+            self._router.forward(x.float()),
+            weights.bias,
+            top_k=config.top_k,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            scoring=config.scoring,
+            group_score=config.group_score,
+            normalize=config.normalize,
+            scale=config.scale,
+            backend=self._backend,
+        )
+        if num_tokens < x.shape[0]:
+            ids[num_tokens:] = -1
+        out = fused_experts(x, weights.gate_up, weights.down, ids, expert_weights, backend=self._backend)
+        return out if self._shared is None else out.add_(self._shared.forward(x))

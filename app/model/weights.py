@@ -1,0 +1,191 @@
+"""The weights of a model in the form the layers run: projections that share an input are one matrix, experts one stack.
+
+They come from a checkpoint (`load_weights`) or a random generator (`random_weights`, for benchmarks).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from app.model.attention.mla import MlaWeights
+from app.model.checkpoint import Checkpoint, checkpoint_digest, verify_manifest
+from app.model.config import ModelConfig, MoeConfig
+from app.model.layers import MlpWeights
+from app.model.moe import MoeWeights
+
+__all__ = ["LayerWeights", "ModelWeights", "TensorSource", "checkpoint_digest", "load_weights", "random_weights"]
+
+RANDOM_STD = 0.02
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    input_norm: torch.Tensor  # [D]
+    attention: MlaWeights
+    post_attention_norm: torch.Tensor  # [D]
+    mlp: MlpWeights | MoeWeights
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    embedding: torch.Tensor  # [V, D]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor  # [D]
+    lm_head: torch.Tensor  # [V, D]; the embedding itself if they are tied
+
+
+class TensorSource(Protocol):
+    def fill(self, name: str, destination: torch.Tensor) -> None:
+        """Write the tensor called `name` in the Hugging Face layout into `destination`."""
+
+
+def load_weights(
+    folder: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> ModelWeights:
+    """Check the files against the folder's manifest, if it has one, then read every tensor once.
+
+    Raises CheckpointError, naming file and tensor, on anything changed, missing, unexpected, misshapen or corrupt.
+    """
+    verify_manifest(folder)
+    checkpoint = Checkpoint(folder)
+    weights = _Assembler(config, checkpoint, dtype, device).model()
+    checkpoint.close(lambda name: _is_ignored(name, config))
+    return weights
+
+
+def random_weights(config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device | str) -> ModelWeights:
+    """Weights drawn from N(0, 0.02), norms of 1: the shapes and the speed of a checkpoint without its files."""
+    return _Assembler(config, _RandomSource(seed, device), dtype, device).model()
+
+
+def _is_ignored(name: str, config: ModelConfig) -> bool:
+    """Multi-token-prediction layers, stored rotary frequencies and the second copy of tied embeddings are not used."""
+    layer = _LAYER.match(name)
+    if layer is not None and int(layer.group(1)) >= config.num_layers:
+        return True
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+class _RandomSource:
+    def __init__(self, seed: int, device: torch.device | str) -> None:
+        self._generator = torch.Generator(device=device).manual_seed(seed)
+
+    def fill(self, name: str, destination: torch.Tensor) -> None:
+        if name.endswith("norm.weight"):
+            destination.fill_(1.0)
+        else:
+            destination.normal_(0.0, RANDOM_STD, generator=self._generator)
+
+
+class _Assembler:
+    """Allocates each fused tensor once and has the source fill its parts in place."""
+
+    def __init__(
+        self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self._config, self._source, self._dtype, self._device = config, source, dtype, device
+
+    def model(self) -> ModelWeights:
+        config = self._config
+        embedding = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        lm_head = embedding
+        if not config.tie_word_embeddings:
+            lm_head = self._tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        norm = self._tensor("model.norm.weight", config.hidden_size)
+        layers = tuple(self._layer(index) for index in range(config.num_layers))
+        return ModelWeights(embedding, layers, norm, lm_head)
+
+    def _layer(self, index: int) -> LayerWeights:
+        config, prefix = self._config, f"model.layers.{index}."
+        mlp: MlpWeights | MoeWeights
+        if config.moe is not None and config.is_moe_layer(index):
+            mlp = self._moe(prefix + "mlp.", config.moe)
+        else:
+            mlp = self._mlp(prefix + "mlp.", config.intermediate_size)
+        return LayerWeights(
+            input_norm=self._tensor(prefix + "input_layernorm.weight", config.hidden_size),
+            attention=self._attention(prefix + "self_attn."),
+            post_attention_norm=self._tensor(prefix + "post_attention_layernorm.weight", config.hidden_size),
+            mlp=mlp,
+        )
+
+    def _attention(self, prefix: str) -> MlaWeights:
+        config = self._config
+        hidden, rank = config.hidden_size, config.q_lora_rank
+        q_name = "q_proj" if rank is None else "q_a_proj"
+        q_rows = config.num_heads * config.qk_head_dim if rank is None else rank
+        qkv_a = self._rows(
+            hidden, {prefix + q_name + ".weight": q_rows, prefix + "kv_a_proj_with_mqa.weight": config.cache_dim}
+        )
+        qkv_a_bias = o_bias = None
+        if config.attention_bias:
+            qkv_a_bias = torch.zeros(q_rows + config.cache_dim, dtype=self._dtype, device=self._device)
+            if rank is not None:
+                self._source.fill(prefix + "q_a_proj.bias", qkv_a_bias[:q_rows])
+            self._source.fill(prefix + "kv_a_proj_with_mqa.bias", qkv_a_bias[q_rows:])
+            o_bias = self._tensor(prefix + "o_proj.bias", hidden)
+        kv_rows = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
+        return MlaWeights(
+            qkv_a=qkv_a,
+            qkv_a_bias=qkv_a_bias,
+            q_norm=None if rank is None else self._tensor(prefix + "q_a_layernorm.weight", rank),
+            q_b=None
+            if rank is None
+            else self._tensor(prefix + "q_b_proj.weight", config.num_heads * config.qk_head_dim, rank),
+            kv_norm=self._tensor(prefix + "kv_a_layernorm.weight", config.kv_lora_rank),
+            kv_b=self._tensor(prefix + "kv_b_proj.weight", kv_rows, config.kv_lora_rank),
+            o=self._tensor(prefix + "o_proj.weight", hidden, config.num_heads * config.v_head_dim),
+            o_bias=o_bias,
+        )
+
+    def _mlp(self, prefix: str, width: int) -> MlpWeights:
+        names = {prefix + "gate_proj.weight": width, prefix + "up_proj.weight": width}
+        gate_up = self._rows(self._config.hidden_size, names)
+        return MlpWeights(gate_up, self._tensor(prefix + "down_proj.weight", self._config.hidden_size, width))
+
+    def _moe(self, prefix: str, moe: MoeConfig) -> MoeWeights:
+        hidden, width = self._config.hidden_size, moe.intermediate_size
+        gate_up = self._empty(moe.num_experts, 2 * width, hidden)
+        down = self._empty(moe.num_experts, hidden, width)
+        for expert in range(moe.num_experts):
+            name = f"{prefix}experts.{expert}."
+            self._source.fill(name + "gate_proj.weight", gate_up[expert, :width])
+            self._source.fill(name + "up_proj.weight", gate_up[expert, width:])
+            self._source.fill(name + "down_proj.weight", down[expert])
+        router = torch.empty(moe.num_experts, hidden, dtype=torch.float32, device=self._device)
+        self._source.fill(prefix + "gate.weight", router)
+        bias = None
+        if moe.has_bias:
+            bias = torch.empty(moe.num_experts, dtype=torch.float32, device=self._device)
+            self._source.fill(prefix + "gate.e_score_correction_bias", bias)
+        shared = None
+        if moe.num_shared_experts:
+            shared = self._mlp(prefix + "shared_experts.", moe.num_shared_experts * width)
+        return MoeWeights(moe, router, bias, gate_up, down, shared)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _tensor(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = self._empty(*shape)
+        self._source.fill(name, tensor)
+        return tensor
+
+    def _rows(self, columns: int, rows: dict[str, int]) -> torch.Tensor:
+        """Stack matrices of `columns` columns, given as name -> number of rows."""
+        tensor = self._empty(sum(rows.values()), columns)
+        start = 0
+        for name, count in rows.items():
+            self._source.fill(name, tensor[start : start + count])
+            start += count
+        return tensor
