@@ -85,6 +85,165 @@ def _torch_sample(
     return token_ids
 
 
+@triton.jit
+def _key(logits):
+    """fp32 -> int32 in the same order, with -0 equal to +0."""
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _weight(key, best, temperature):
+    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
+    return tl.exp((bits.to(tl.float32, bitcast=True) - best) / temperature)
+
+
+@triton.jit
+def _load(row_ptr, start, V, BLOCK: tl.constexpr):
+    """A chunk of cleaned logits and its token ids; past the end -inf, which weighs nothing."""
+    ids = start + tl.arange(0, BLOCK)
+    logits = tl.load(row_ptr + ids, mask=ids < V, other=-float("inf"))
+    logits = tl.where(logits == logits, logits, -float("inf"))
+    return tl.minimum(logits, 3.4028234663852886e38), ids
+
+
+@triton.jit
+def _around(row_ptr, V, best, temperature, key, BLOCK: tl.constexpr):
+    """How many logits lie above `key`, what they weigh, and how many are equal to it."""
+    above = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    equal = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, V, BLOCK):
+        logits, ids = _load(row_ptr, start, V, BLOCK)
+        keys = _key(logits)
+        above += (keys > key).to(tl.int32)
+        mass += tl.where(keys > key, tl.exp((logits - best) / temperature), 0.0)
+        equal += ((keys == key) & (ids < V)).to(tl.int32)
+    return tl.sum(above, axis=0), tl.sum(mass, axis=0), tl.sum(equal, axis=0)
+
+
+@triton.jit
+def _crossing(
+    row_ptr, V, best, temperature, lowest, target,
+    BY_COUNT: tl.constexpr, STRICT: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """The largest key in the row such that the logits from it on number (BY_COUNT) or weigh at least `target`,
+    or more than it if STRICT.
+
+    It lies in [low, high): each pass over the row cuts the interval into T + 1 parts, until it holds one logit.
+    """
+    index = tl.arange(0, T)
+    low = lowest.to(tl.int64)
+    high = _key(best).to(tl.int64) + 1
+    count_low = V
+    count_high = 0
+    while (high - low > 1) & (count_low - count_high > 1):
+        thresholds = low + (high - low) * (index + 1) // (T + 1)
+        counts = tl.zeros([BLOCK, T], tl.int32)
+        masses = tl.zeros([BLOCK, T], tl.float32)
+        for start in range(0, V, BLOCK):
+            logits, ids = _load(row_ptr, start, V, BLOCK)
+            reaches = (_key(logits)[:, None] >= thresholds.to(tl.int32)[None, :]) & (ids < V)[:, None]
+            counts += reaches.to(tl.int32)
+            if not BY_COUNT:
+                masses += tl.where(reaches, tl.exp((logits - best) / temperature)[:, None], 0.0)
+        count = tl.sum(counts, axis=0)
+        if BY_COUNT:
+            passes = count >= target
+        elif STRICT:
+            passes = tl.sum(masses, axis=0) > target
+        else:
+            passes = tl.sum(masses, axis=0) >= target
+        low = tl.max(tl.where(passes, thresholds, low), axis=0)
+        high = tl.min(tl.where(passes, high, thresholds), axis=0)
+        count_low = tl.min(tl.where(passes, count, count_low), axis=0)
+        count_high = tl.max(tl.where(passes, count_high, count), axis=0)
+    return _smallest_key(row_ptr, V, low, BLOCK)
+
+
+@triton.jit
+def _smallest_key(row_ptr, V, bound, BLOCK: tl.constexpr):
+    """The smallest key in the row that is at least `bound`; there is one."""
+    smallest = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    for start in range(0, V, BLOCK):
+        logits, ids = _load(row_ptr, start, V, BLOCK)
+        keys = _key(logits)
+        smallest = tl.minimum(smallest, tl.where((keys >= bound) & (ids < V), keys, 0x7FFFFFFF))
+    return tl.min(smallest, axis=0)
+
+
+@triton.jit
+def _ties(target, mass, weight, limit):
+    """Which of `limit` equal logits of this weight, counted from 0, brings `mass` past `target`."""
+    return tl.minimum(tl.maximum((target - mass) / tl.maximum(weight, 1e-38), 0.0), (limit - 1).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["V"])
+def _sample_kernel(
+    logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr, out_ptr, V,
+    MIN_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """One row per program. Kept are all logits above `cut` and the first `ties` of those equal to it."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * V
+    best = -float("inf")
+    token = 0
+    for start in range(0, V, BLOCK):
+        logits, _ = _load(row_ptr, start, V, BLOCK)
+        value, at = tl.max(logits, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        token = tl.where(value > best, start + at, token)
+        best = tl.maximum(best, value)
+    temperature = tl.load(temperatures_ptr + row)
+    if (temperature > 0.0) & (best > -float("inf")):
+        temperature = tl.maximum(temperature, MIN_TEMPERATURE)
+        # Tokens below weigh under 1e-13 of the best one: no search by weight ends there.
+        bottom = _key(best - 30.0 * temperature)
+        top_k = tl.load(top_ks_ptr + row)
+        cut = _key(best * 0.0 - float("inf"))
+        if (top_k > 0) & (top_k < V):
+            cut = _crossing(row_ptr, V, best, temperature, cut, top_k, True, False, BLOCK, T)
+        above, mass, ties = _around(row_ptr, V, best, temperature, cut, BLOCK)
+        if (top_k > 0) & (top_k < V):
+            ties = top_k - above
+        top_p = tl.load(top_ps_ptr + row)
+        if top_p < 1.0:
+            target = top_p * (mass + ties * _weight(cut, best, temperature))
+            if target <= mass:
+                lowest = tl.maximum(cut, bottom)
+                cut = _crossing(row_ptr, V, best, temperature, lowest, target, False, False, BLOCK, T)
+                above, mass, ties = _around(row_ptr, V, best, temperature, cut, BLOCK)
+            ties = tl.maximum(tl.ceil(_ties(target, mass, _weight(cut, best, temperature), ties + 1)), 1.0).to(tl.int32)
+        min_p = tl.load(min_ps_ptr + row)
+        if _weight(cut, best, temperature) < min_p:
+            bound = 0x7FFFFFFF
+            for start in range(0, V, BLOCK):
+                logits, _ = _load(row_ptr, start, V, BLOCK)
+                heavy = tl.exp((logits - best) / temperature) >= min_p
+                bound = tl.minimum(bound, tl.min(tl.where(heavy, _key(logits), 0x7FFFFFFF), axis=0))
+            cut = tl.minimum(bound, _key(best))
+            above, mass, ties = _around(row_ptr, V, best, temperature, cut, BLOCK)
+        position = tl.load(positions_ptr + row)
+        low_word = (position & 0xFFFFFFFF).to(tl.uint32)
+        high_word = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+        word, _, _, _ = tl.philox(tl.load(seeds_ptr + row), low_word, high_word, low_word * 0, low_word * 0)
+        uniform = (word >> 8).to(tl.float32) * 5.9604644775390625e-08
+        target = uniform * (mass + ties * _weight(cut, best, temperature))
+        if target < mass:
+            lowest = tl.maximum(cut, bottom)
+            cut = _crossing(row_ptr, V, best, temperature, lowest, target, False, True, BLOCK, T)
+            above, mass, ties = _around(row_ptr, V, best, temperature, cut, BLOCK)
+        wanted = _ties(target, mass, _weight(cut, best, temperature), ties).to(tl.int32)
+        seen = 0
+        for start in range(0, V, BLOCK):
+            logits, ids = _load(row_ptr, start, V, BLOCK)
+            is_tie = (_key(logits) == cut) & (ids < V)
+            rank = seen + tl.cumsum(is_tie.to(tl.int32), axis=0) - 1
+            found = tl.max(tl.where(is_tie & (rank == wanted), ids, -1), axis=0)
+            token = tl.where(found >= 0, found, token)
+            seen += tl.sum(is_tie.to(tl.int32), axis=0)
+    tl.store(out_ptr + row, token.to(tl.int64))
+
+
 def sample(
     logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor,
     min_ps: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, *, backend: Backend | None = None,
@@ -127,4 +286,12 @@ def sample(
         check_contiguous(name, tensor)
     if not use_triton(logits, backend):
         return _torch_sample(logits, temperatures, top_ks, top_ps, min_ps, seeds, positions)
-    raise NotImplementedError
+    num_rows, vocab = logits.shape
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        block = min(4096, triton.next_power_of_2(vocab))
+        _sample_kernel[(num_rows,)](
+            logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, out, vocab,
+            MIN_TEMPERATURE=_MIN_TEMPERATURE, BLOCK=block, T=4, num_warps=min(max(block // 128, 1), 16),
+        )  # fmt: skip
+    return out
