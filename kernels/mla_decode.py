@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.checks import Backend, check_dtype, check_last_dim_contiguous, check_shape, use_triton
 
@@ -13,6 +16,8 @@ from kernels.checks import Backend, check_dtype, check_last_dim_contiguous, chec
 _ROW_TILE = 8
 _QUERY_TILE = 32  # CPU: query tokens of one sequence attended together; bounds the score matrix
 _MAX_GATHERED_BLOCKS = 16  # CPU: longer sequences are read in place, one by one
+_PLAN_TILE = 64  # Triton: work is dealt out in tiles of this many keys
+_LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,21 @@ class _GatheredWork:
 class TorchDecodePlan:
     gathered: _GatheredWork | None
     sequences: tuple[_SequenceWork, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TritonDecodePlan:
+    """The split of all rows' keys over the programs, on the device. The tiles of all rows form one line:
+
+        row          | 0        | 1  | 2               |
+        tile_starts  0          6    8                 17
+        program      | 0     | 1     | 2     | 3       |     equal shares; a share's ends may split a row
+    """
+
+    row_sequences: torch.Tensor  # [N] int32: whose keys
+    row_lens: torch.Tensor  # [N] int32: how many of them the row sees
+    tile_starts: torch.Tensor  # [N + 1] int32
+    first_rows: torch.Tensor  # [num_programs] int32: the row of each program's first tile
 
 
 def mla_decode_reference(
@@ -78,11 +98,13 @@ def plan_mla_decode(
     block_size: int,
     query_starts: torch.Tensor | None = None,
     backend: Backend | None = None,
-) -> TorchDecodePlan:
+) -> TorchDecodePlan | TritonDecodePlan:
     """What mla_decode derives from a step's lengths and tables: compute it once and pass it to every layer.
 
     Args as in mla_decode; num_queries: rows of q, padding included.
     """
+    if use_triton(context_lens, backend):
+        return _plan_triton(context_lens, num_queries, num_heads, query_starts)
     return _plan_torch(block_tables, context_lens, block_size, query_starts)
 
 
@@ -95,7 +117,7 @@ def mla_decode(
     value_dim: int,
     *,
     query_starts: torch.Tensor | None = None,
-    plan: TorchDecodePlan | None = None,
+    plan: TorchDecodePlan | TritonDecodePlan | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Attend query tokens to their sequence's paged latent cache, in the absorbed form of MLA.
@@ -146,6 +168,8 @@ def mla_decode(
             query_starts=query_starts,
             backend="triton" if use_triton(q, backend) else "torch",
         )
+    if isinstance(plan, TritonDecodePlan):
+        return _decode_triton(q, cache, block_tables, plan, scale, value_dim)
     return _decode_torch(q, cache, plan, scale, value_dim)
 
 
@@ -316,3 +340,347 @@ def _sum_tree(partial: torch.Tensor) -> torch.Tensor:
         partial[0 : 2 * num_pairs : 2] += partial[1::2]
         partial = partial[::2]
     return partial[0]
+
+
+def _heads_per_program(num_heads: int) -> int:
+    return min(64, max(16, triton.next_power_of_2(num_heads)))
+
+
+def _num_programs(device: torch.device, num_heads: int) -> int:
+    """Programs that share the keys, for each group of heads: one per multiprocessor in all."""
+    if device.type != "cuda":
+        return 5  # interpreted: few, but enough to split sequences
+    num_groups = triton.cdiv(num_heads, _heads_per_program(num_heads))
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // num_groups)
+
+
+def _plan_triton(
+    context_lens: torch.Tensor, num_queries: int, num_heads: int, query_starts: torch.Tensor | None
+) -> TritonDecodePlan:
+    device = context_lens.device
+    num_programs = _num_programs(device, num_heads)
+    plan = TritonDecodePlan(
+        row_sequences=torch.empty(num_queries, dtype=torch.int32, device=device),
+        row_lens=torch.empty(num_queries, dtype=torch.int32, device=device),
+        tile_starts=torch.empty(num_queries + 1, dtype=torch.int32, device=device),
+        first_rows=torch.empty(num_programs, dtype=torch.int32, device=device),
+    )
+    _plan_kernel[(1,)](
+        context_lens,
+        context_lens if query_starts is None else query_starts,
+        plan.row_sequences,
+        plan.row_lens,
+        plan.tile_starts,
+        plan.first_rows,
+        context_lens.shape[0],
+        num_queries,
+        num_programs,
+        IS_RAGGED=query_starts is not None,
+        TILE=_PLAN_TILE,
+        BLOCK_ROWS=triton.next_power_of_2(max(num_queries, 1)),
+        BLOCK_PROGRAMS=triton.next_power_of_2(num_programs),
+    )
+    return plan
+
+
+def _decode_triton(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    plan: TritonDecodePlan,
+    scale: float,
+    value_dim: int,
+) -> torch.Tensor:
+    num_rows, num_heads, dim = q.shape
+    block_size = cache.shape[1]
+    out = torch.empty(num_rows, num_heads, value_dim, dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    num_programs = plan.first_rows.shape[0]
+    partial = torch.empty(2 * num_programs, num_heads, value_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(2 * num_programs, num_heads, dtype=torch.float32, device=q.device)
+    heads = _heads_per_program(num_heads)
+    is_16_bit = q.element_size() == 2
+    tile = _PLAN_TILE if is_16_bit else 16
+    block_value, block_rope = triton.next_power_of_2(value_dim), max(16, triton.next_power_of_2(dim - value_dim))
+    use_descriptor = (
+        is_16_bit
+        and block_size % tile == 0
+        and (block_value, block_rope) == (value_dim, dim - value_dim)
+        and (not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] >= 9)
+    )
+    rows = cache.view(-1, dim)
+    values = TensorDescriptor.from_tensor(rows, [tile, block_value]) if use_descriptor else None
+    ropes = TensorDescriptor.from_tensor(rows, [tile, block_rope]) if use_descriptor else None
+    _decode_kernel[(num_programs * triton.cdiv(num_heads, heads),)](
+        q,
+        cache,
+        values,
+        ropes,
+        block_tables,
+        plan.row_sequences,
+        plan.row_lens,
+        plan.tile_starts,
+        plan.first_rows,
+        out,
+        partial,
+        partial_lse,
+        scale * _LOG2_E,
+        num_rows,
+        num_programs,
+        block_tables.stride(0),
+        q.stride(0),
+        q.stride(1),
+        NUM_HEADS=num_heads,
+        VALUE_DIM=value_dim,
+        DIM=dim,
+        BLOCK_SIZE=block_size,
+        PLAN_TILE=_PLAN_TILE,
+        TILE=tile,
+        BLOCK_HEADS=heads,
+        BLOCK_VALUE=block_value,
+        BLOCK_ROPE=block_rope,
+        num_warps=8 if heads == 64 else 4,
+        num_stages=2,
+    )
+    _merge_kernel[(num_rows, num_heads, triton.cdiv(value_dim, 128))](
+        partial,
+        partial_lse,
+        plan.tile_starts,
+        out,
+        num_rows,
+        num_programs,
+        NUM_HEADS=num_heads,
+        VALUE_DIM=value_dim,
+        SPLITS=16,
+        COLUMNS=128,
+        num_warps=2,
+    )
+    return out
+
+
+@triton.jit
+def _last_at_or_before(starts, num_starts, position):
+    """The last i < num_starts with starts[i] <= position, for each position; starts ascend from 0."""
+    low = tl.zeros_like(position)
+    high = tl.zeros_like(position) + num_starts - 1
+    span = num_starts - 1
+    while span > 0:
+        middle = (low + high + 1) // 2
+        is_in = tl.load(starts + middle) <= position
+        low = tl.where(is_in, middle, low)
+        high = tl.where(is_in, high, middle - 1)
+        span = span // 2
+    return low
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_rows", "num_programs"])
+def _plan_kernel(
+    context_lens,
+    query_starts,
+    row_sequences,
+    row_lens,
+    tile_starts,
+    first_rows,
+    num_sequences,
+    num_rows,
+    num_programs,
+    IS_RAGGED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_PROGRAMS: tl.constexpr,
+):
+    row = tl.arange(0, BLOCK_ROWS)
+    if IS_RAGGED:
+        sequence = _last_at_or_before(query_starts, num_sequences + 1, row)
+        has_keys = (row < num_rows) & (sequence < num_sequences)
+        num_later = tl.load(query_starts + sequence + 1, mask=has_keys, other=0) - 1 - row
+    else:
+        sequence = row
+        has_keys = row < num_rows
+        num_later = tl.zeros_like(row)
+    length = tl.load(context_lens + sequence, mask=has_keys, other=0)
+    length = tl.where(has_keys, tl.maximum(length - num_later, 0), 0)
+    ends = tl.cumsum((length + TILE - 1) // TILE, axis=0)
+    tl.store(row_sequences + row, sequence, mask=row < num_rows)
+    tl.store(row_lens + row, length, mask=row < num_rows)
+    tl.store(tile_starts + row + 1, ends, mask=row < num_rows)
+    tl.store(tile_starts, 0)
+    num_tiles = tl.max(ends, axis=0)
+    tl.debug_barrier()  # the search below reads tile_starts
+    program = tl.arange(0, BLOCK_PROGRAMS)
+    share = (num_tiles + num_programs - 1) // num_programs
+    first = _last_at_or_before(tile_starts, num_rows + 1, program * share)
+    tl.store(first_rows + program, first, mask=program < num_programs)
+
+
+@triton.jit
+def _attend_tile(
+    values, ropes, q_value, q_rope, maximum, denominator, numerator, is_key, scale, MASKED: tl.constexpr
+):
+    """One step of the online softmax, keys along the rows: scores [TILE, HEADS], numerator [VALUE, HEADS].
+
+    With the heads as the narrow side of both products, 16 heads fill the matrix unit, and the tile is read from shared
+    memory as keys (rows) and as values (columns).
+    """
+    scores = tl.dot(values, q_value, input_precision="ieee")
+    scores = tl.dot(ropes, q_rope, scores, input_precision="ieee") * scale
+    if MASKED:
+        scores = tl.where(is_key[:, None], scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=0))
+    decay = tl.exp2(maximum - new_maximum)
+    weights = tl.exp2(scores - new_maximum[None, :])
+    # Summed over the keys at the end only: a sum over rows crosses warps.
+    denominator = denominator * decay[None, :] + weights
+    numerator = numerator * decay[None, :]
+    numerator = tl.dot(tl.trans(values), weights.to(values.dtype), numerator, input_precision="ieee")
+    return new_maximum, denominator, numerator
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+def _decode_kernel(
+    q,
+    cache,
+    value_rows,
+    rope_rows,
+    block_tables,
+    row_sequences,
+    row_lens,
+    tile_starts,
+    first_rows,
+    out,
+    partial,
+    partial_lse,
+    scale,
+    num_rows,
+    num_programs,
+    table_stride,
+    q_row_stride,
+    q_head_stride,
+    NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PLAN_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+):
+    """One share of the tiles (TritonDecodePlan) for one group of heads; programs of a share are neighbours in L2."""
+    NUM_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    program = tl.program_id(0) // NUM_GROUPS
+    head = tl.program_id(0) % NUM_GROUPS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    column = tl.arange(0, BLOCK_VALUE)
+    rope_column = VALUE_DIM + tl.arange(0, BLOCK_ROPE)
+    in_tile = tl.arange(0, TILE)
+    num_tiles = tl.load(tile_starts + num_rows)
+    share = (num_tiles + num_programs - 1) // num_programs
+    tile = program * share
+    last_tile = tl.minimum(tile + share, num_tiles)
+    row = tl.load(first_rows + program)
+    while tile < last_tile:
+        row_start = tl.load(tile_starts + row)
+        row_end = tl.load(tile_starts + row + 1)
+        segment_end = tl.minimum(row_end, last_tile)
+        if tile < segment_end:
+            length = tl.load(row_lens + row)
+            table = block_tables + tl.load(row_sequences + row).to(tl.int64) * table_stride
+            q_rows = q + row.to(tl.int64) * q_row_stride + head[:, None] * q_head_stride
+            is_head = head[:, None] < NUM_HEADS
+            q_value = tl.load(q_rows + column[None, :], mask=is_head & (column[None, :] < VALUE_DIM), other=0.0)
+            q_rope = tl.load(q_rows + rope_column[None, :], mask=is_head & (rope_column[None, :] < DIM), other=0.0)
+            q_value = tl.trans(q_value)
+            q_rope = tl.trans(q_rope)
+            maximum = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
+            denominator = tl.zeros([TILE, BLOCK_HEADS], tl.float32)
+            numerator = tl.zeros([BLOCK_VALUE, BLOCK_HEADS], tl.float32)
+            begin = (tile - row_start) * PLAN_TILE
+            end = tl.minimum((segment_end - row_start) * PLAN_TILE, length)
+            full_end = begin + (end - begin) // TILE * TILE
+            for start in tl.range(begin, full_end, TILE):
+                if value_rows is not None:
+                    slot = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
+                    values = value_rows.load([slot, 0])
+                    ropes = rope_rows.load([slot, VALUE_DIM])
+                else:
+                    token = start + in_tile
+                    slots = tl.load(table + token // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+                    keys = cache + slots[:, None] * DIM
+                    values = tl.load(keys + column[None, :], mask=column[None, :] < VALUE_DIM, other=0.0)
+                    ropes = tl.load(keys + rope_column[None, :], mask=rope_column[None, :] < DIM, other=0.0)
+                maximum, denominator, numerator = _attend_tile(
+                    values, ropes, q_value, q_rope, maximum, denominator, numerator, in_tile >= 0, scale, False
+                )
+            if full_end < end:
+                token = full_end + in_tile
+                is_key = token < end
+                blocks = tl.load(table + token // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+                keys = cache + (blocks * BLOCK_SIZE + token % BLOCK_SIZE)[:, None] * DIM
+                in_value = is_key[:, None] & (column[None, :] < VALUE_DIM)
+                in_rope = is_key[:, None] & (rope_column[None, :] < DIM)
+                values = tl.load(keys + column[None, :], mask=in_value, other=0.0)
+                ropes = tl.load(keys + rope_column[None, :], mask=in_rope, other=0.0)
+                maximum, denominator, numerator = _attend_tile(
+                    values, ropes, q_value, q_rope, maximum, denominator, numerator, is_key, scale, True
+                )
+            total = tl.sum(denominator, axis=0)
+            result = tl.trans(numerator / total[None, :])
+            in_out = is_head & (column[None, :] < VALUE_DIM)
+            if (tile == row_start) & (segment_end == row_end):
+                target = out + (row.to(tl.int64) * NUM_HEADS + head[:, None]) * VALUE_DIM + column[None, :]
+                tl.store(target, result.to(out.dtype.element_ty), mask=in_out)
+            else:
+                # A program has at most two such ends: one that began before its share, one that goes on after it.
+                entry = (program * 2 + (tile == row_start).to(tl.int32)) * NUM_HEADS + head
+                tl.store(partial + entry[:, None].to(tl.int64) * VALUE_DIM + column[None, :], result, mask=in_out)
+                tl.store(partial_lse + entry, maximum + tl.log2(total), mask=head < NUM_HEADS)
+            tile = segment_end
+        row += 1
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+def _merge_kernel(
+    partial,
+    partial_lse,
+    tile_starts,
+    out,
+    num_rows,
+    num_programs,
+    NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Rows that several programs attended: weigh their results by the log-sum-exp. Rows without keys: 0."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = column < VALUE_DIM
+    target = out + (row.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + column
+    row_start = tl.load(tile_starts + row)
+    row_end = tl.load(tile_starts + row + 1)
+    if row_start == row_end:
+        tl.store(target, tl.zeros([COLUMNS], out.dtype.element_ty), mask=in_row)
+    else:
+        share = (tl.load(tile_starts + num_rows) + num_programs - 1) // num_programs
+        first = row_start // share
+        last = (row_end - 1) // share
+        if first < last:
+            maximum = float("-inf")
+            total = 0.0
+            merged = tl.zeros([COLUMNS], tl.float32)
+            for start in range(first, last + 1, SPLITS):
+                program = start + tl.arange(0, SPLITS)
+                is_split = program <= last
+                entry = (program * 2 + (program == first).to(tl.int32)) * NUM_HEADS + head
+                lse = tl.load(partial_lse + entry, mask=is_split, other=float("-inf"))
+                results = partial + entry[:, None].to(tl.int64) * VALUE_DIM + column[None, :]
+                results = tl.load(results, mask=is_split[:, None] & in_row[None, :], other=0.0)
+                new_maximum = tl.maximum(maximum, tl.max(lse, axis=0))
+                weights = tl.exp2(lse - new_maximum)
+                decay = tl.exp2(maximum - new_maximum)
+                total = total * decay + tl.sum(weights, axis=0)
+                merged = merged * decay + tl.sum(weights[:, None] * results, axis=0)
+                maximum = new_maximum
+            tl.store(target, (merged / total).to(out.dtype.element_ty), mask=in_row)
