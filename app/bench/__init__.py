@@ -1,0 +1,1 @@
+"""Measurements: load against a running server, comparisons, and named scenarios."""

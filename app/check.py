@@ -1,0 +1,186 @@
+"""`longspan check`: everything about a Serve config file that can be known without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import yaml
+from pydantic import ValidationError
+
+from app.cache.layout import CacheLayout
+from app.config import (
+    EngineConfig,
+    FrozenModel,
+    PoolConfig,
+    PoolsConfig,
+    PoolSettings,
+    RouterConfig,
+    RouterSettings,
+    load_config,
+)
+from app.engine.loading import CPU_CACHE_BYTES, CUDA_CACHE_SHARE
+from app.errors import ConfigError, PreflightError
+from app.model.checkpoint import Checkpoint, checkpoint_digest
+from app.model.config import ModelConfig
+
+ROUTER_PATH = "app.main:router"
+POOLS_PATH = "app.main:pools"
+# Which model validates the user_config of which deployment.
+_USER_CONFIGS: dict[str, dict[str, type[FrozenModel]]] = {
+    ROUTER_PATH: {"router": RouterSettings},
+    POOLS_PATH: {"short": PoolSettings, "long": PoolSettings},
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Model = TypeVar("Model", bound=FrozenModel)
+
+
+def check(path: Path) -> str:
+    """A summary of the file, a line or two per application.
+
+    Raises ConfigError that names the file, the application and the field; CheckpointError on a model that is absent or
+    broken; PreflightError on a cache that holds nothing.
+    """
+    applications = [_Application(path, values) for values in _applications(path)]
+    ours = [application for application in applications if application.import_path in _USER_CONFIGS]
+    if not ours:
+        raise ConfigError(f"{path}: no application has the import_path {ROUTER_PATH} or {POOLS_PATH}")
+    names = {application.name for application in applications}
+    lines: list[str] = []
+    for application in ours:
+        application.check_user_configs()
+        is_router = application.import_path == ROUTER_PATH
+        lines += _router_lines(application, names) if is_router else _pools_lines(application)
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Application:
+    path: Path
+    values: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.values.get("name", "default"))
+
+    @property
+    def import_path(self) -> str:
+        return str(self.values.get("import_path"))
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}: application {self.name}"
+
+    def load(self, cls: type[Model], values: Any, field: str) -> Model:
+        """Validate a part of the application; `field` is that part's dotted path."""
+        if not isinstance(values, dict):
+            raise self.error(f"{field}: expected a mapping", field)
+        try:
+            return load_config(cls, values, where=field)
+        except ConfigError as error:
+            raise self.error(error.message, error.field) from None
+
+    def error(self, message: str, field: str | None) -> ConfigError:
+        return ConfigError(f"{self.where}: {message}", field=field)
+
+    def check_user_configs(self) -> None:
+        known = _USER_CONFIGS[self.import_path]
+        for index, deployment in enumerate(self.values.get("deployments") or ()):
+            if not isinstance(deployment, dict):
+                raise self.error(f"deployments.{index}: expected a mapping", f"deployments.{index}")
+            if deployment.get("user_config") is not None and deployment.get("name") in known:
+                self.load(known[deployment["name"]], deployment["user_config"], f"deployments.{index}.user_config")
+
+
+def _applications(path: Path) -> list[dict[str, Any]]:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    # Imported here: it takes a second that a mistyped file name should not cost.
+    from ray.serve.schema import ServeDeploySchema
+
+    try:
+        ServeDeploySchema.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}: {field or 'document'}: {first['msg']}", field=field or None) from None
+    applications: list[dict[str, Any]] = document["applications"]
+    return applications
+
+
+def _router_lines(application: _Application, names: set[str]) -> Iterator[str]:
+    config = application.load(RouterConfig, application.values.get("args") or {}, "args")
+    for index, version in enumerate(config.versions):
+        if version.app not in names:
+            field = f"args.versions.{index}.app"
+            raise application.error(f"{field}: the file has no application {version.app!r}", field)
+    versions = ", ".join(version.app for version in config.versions)
+    yield f"{application.name}: router to {versions}; {_resources(config.num_replicas, config.num_cpus, 0)}"
+
+
+def _pools_lines(application: _Application) -> Iterator[str]:
+    config = application.load(PoolsConfig, application.values.get("args") or {}, "args")
+    folder = config.model.folder
+    model = ModelConfig.from_folder(folder)
+    Checkpoint(folder)  # opens every shard's header
+    digest = checkpoint_digest(folder, expected=config.model.digest)
+    yield (
+        f"{application.name}: {config.model.name}, {model.model_type}, {model.num_layers} layers,"
+        f" context {model.max_position_embeddings}, digest {digest[:12]}"
+    )
+    for name, pool in (("short", config.short), ("long", config.long)):
+        yield f"  {name}: {_pool_line(application, name, pool, model)}"
+
+
+def _pool_line(application: _Application, name: str, pool: PoolConfig, model: ModelConfig) -> str:
+    engine = pool.engine
+    if engine.max_model_len is not None and engine.max_model_len > model.max_position_embeddings:
+        field = f"args.{name}.engine.max_model_len"
+        raise application.error(
+            f"{field}: {engine.max_model_len} exceeds the model's context of {model.max_position_embeddings}", field
+        )
+    dtype = _dtype(engine, pool.num_gpus)
+    layout = CacheLayout.of(model, dtype)
+    line = f"{str(dtype).removeprefix('torch.')}, {layout.bytes_per_token} bytes of cache per token, "
+    blocks = _cache_blocks(engine, layout, on_gpu=_is_on_gpu(engine, pool.num_gpus))
+    if blocks is None:
+        line += f"{CUDA_CACHE_SHARE:.0%} of the free GPU memory"
+    elif blocks < 1:
+        raise PreflightError(
+            f"{application.where}: args.{name}.engine.cache_memory_bytes:"
+            f" holds no block of {layout.bytes_per_block} bytes"
+        )
+    else:
+        line += f"{blocks} blocks = {blocks * layout.block_size} tokens"
+    return f"{line}; {_resources(pool.num_replicas, pool.num_cpus, pool.num_gpus)}"
+
+
+def _is_on_gpu(engine: EngineConfig, num_gpus: float) -> bool:
+    return engine.device == "cuda" or (engine.device == "auto" and num_gpus > 0)
+
+
+def _dtype(engine: EngineConfig, num_gpus: float) -> torch.dtype:
+    if engine.dtype != "auto":
+        return _DTYPES[engine.dtype]
+    return torch.bfloat16 if _is_on_gpu(engine, num_gpus) else torch.float32
+
+
+def _cache_blocks(engine: EngineConfig, layout: CacheLayout, *, on_gpu: bool) -> int | None:
+    """None if it depends on the GPU's free memory."""
+    if engine.cache_blocks is not None:
+        return engine.cache_blocks
+    if engine.cache_memory_bytes is None and on_gpu:
+        return None
+    return layout.num_blocks_in(engine.cache_memory_bytes or CPU_CACHE_BYTES)
+
+
+def _resources(num_replicas: int, num_cpus: float, num_gpus: float) -> str:
+    gpus = f", {num_gpus:g} GPUs" if num_gpus else ""
+    return f"{num_replicas} x ({num_cpus:g} CPUs{gpus})"

@@ -1,0 +1,70 @@
+"""The `longspan` command. Every expected failure is one line on stderr and the error's own exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from app.bench import command as bench
+from app.errors import LongspanError
+
+EXIT_CODES = """\
+exit codes: 0 done, 1 failed, 2 wrong configuration or arguments, 3 unusable checkpoint, 4 unsuitable machine,
+            130 interrupted
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except LongspanError as error:
+        print(f"longspan: {' '.join(error.message.split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("longspan: interrupted", file=sys.stderr)
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="longspan",
+        description="Serve long-context language models on Ray Serve: check a configuration, measure a server.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"longspan {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    check_parser = commands.add_parser(
+        "check",
+        help="validate a Serve config file without starting anything",
+        description="Validate `args` and `user_config` of every Longspan application of a Serve config file, and the"
+        " model folders they name. Prints a summary.",
+    )
+    check_parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    check_parser.set_defaults(run=_check)
+    bench.add_parser(commands)
+    return parser
+
+
+def _check(options: argparse.Namespace) -> int:
+    from app.check import check  # loads torch
+
+    print(check(options.config))
+    return 0
+
+
+def _version() -> str:
+    try:
+        return version("longspan")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
