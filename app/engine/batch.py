@@ -26,6 +26,16 @@ class Batch:
         return cls(tuple(seq for seq, _ in ordered), tuple(count for _, count in ordered))
 
     @property
+    def num_decodes(self) -> int:
+        return self.num_new_tokens.count(1)
+
+    def split(self) -> tuple[Batch, Batch]:
+        """The decodes and the rest, as two batches."""
+        first = self.num_decodes
+        decodes = Batch(self.sequences[:first], self.num_new_tokens[:first])
+        return decodes, Batch(self.sequences[first:], self.num_new_tokens[first:])
+
+    @property
     def num_tokens(self) -> int:
         return sum(self.num_new_tokens)
 
@@ -72,7 +82,7 @@ def to_model_input(batch: Batch, block_size: int, device: torch.device) -> Model
         context_lens=put(context_lens),
         block_tables=put(tables),
         logit_rows=put(starts[1:].astype(np.int64) - 1),
-        num_decodes=sum(count == 1 for count in batch.num_new_tokens),
+        num_decodes=batch.num_decodes,
         host_query_starts=tuple(starts.tolist()),
         host_context_lens=tuple(context_lens.tolist()),
     )

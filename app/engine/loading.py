@@ -10,6 +10,7 @@ import torch
 from app.cache.layout import CacheLayout
 from app.config import EngineConfig, ModelSource
 from app.engine.engine import Engine
+from app.engine.graphs import DecodeGraphs
 from app.engine.runner import Runner
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Limits, Scheduler
@@ -36,9 +37,9 @@ def load_engine(source: ModelSource, config: EngineConfig) -> Engine:
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     model_config = ModelConfig.from_folder(source.folder)
+    version = checkpoint_digest(source.folder, expected=source.digest)
     invariant = is_batch_invariant(config, device, dtype)
-    weights = load_weights(source.folder, model_config, device=device, dtype=dtype, digest=source.digest)
-    version = checkpoint_digest(source.folder)
+    weights = load_weights(source.folder, model_config, device=device, dtype=dtype)
     model = Transformer(
         model_config, weights, device=device, dtype=dtype, absorbed_prefill=invariant, backend=config.kernel_backend
     )
@@ -63,8 +64,13 @@ def build_engine(
     """An engine around a model in memory."""
     layout = CacheLayout.of(model_config, dtype)
     num_blocks = _num_blocks(config, layout, device)
-    scheduler = Scheduler(_limits(config, model_config), layout, num_blocks, version)
-    runner = Runner(model, layout.allocate(num_blocks, device), device)
+    limits = _limits(config, model_config)
+    scheduler = Scheduler(limits, layout, num_blocks, version)
+    cache = layout.allocate(num_blocks, device)
+    graphs = None
+    if device.type == "cuda":
+        graphs = DecodeGraphs(model, cache, max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len)
+    runner = Runner(model, cache, graphs)
     sampler = Sampler(frozenset(model_config.eos_token_ids), config.kernel_backend)
     return Engine(scheduler, runner, sampler, version=version)
 

@@ -5,18 +5,30 @@ from __future__ import annotations
 import torch
 
 from app.engine.batch import Batch, to_model_input
+from app.engine.graphs import DecodeGraphs
 from app.model.transformer import Transformer
 
 
 class Runner:
-    def __init__(self, model: Transformer, cache: torch.Tensor, device: torch.device) -> None:
-        """cache: [num_layers, num_blocks, block_size, cache_dim]."""
+    def __init__(self, model: Transformer, cache: torch.Tensor, graphs: DecodeGraphs | None = None) -> None:
+        """cache: [num_layers, num_blocks, block_size, cache_dim]; graphs: on CUDA, for the decode sub-batch."""
         self._model = model
         self._cache = cache
-        self._device = device
+        self._graphs = graphs
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Compute the batch's new tokens into the cache; returns fp32 logits [num_sequences, vocab]."""
-        inputs = to_model_input(batch, self._cache.shape[2], self._device)
+        if self._graphs is None:
+            return self._eager(batch)
+        decodes, prefills = batch.split()
+        parts = []
+        if decodes.sequences:
+            parts.append(self._graphs.forward(decodes.sequences))
+        if prefills.sequences:
+            parts.append(self._eager(prefills))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _eager(self, batch: Batch) -> torch.Tensor:
+        inputs = to_model_input(batch, self._cache.shape[2], self._cache.device)
         return self._model.forward(inputs, self._cache)

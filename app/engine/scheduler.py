@@ -22,6 +22,9 @@ from app.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from app.protocol import EngineStats, FinishReason, GenerateRequest, TokenChunk, TokenLogprob
 
 
+RESERVE_SHARE = 0.05  # of all blocks, at most one per running sequence
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one engine holds. Filled from EngineConfig and the model by Engine."""
@@ -151,8 +154,7 @@ class Scheduler:
             if len(shared) < len(seq.block_keys) and seq.block_keys[len(shared)] in in_progress:
                 continue
             missing = self._layout.num_blocks_of(seq.num_tokens) - len(shared)
-            # Running sequences keep one block each in hand, or admission would only cause the next preemption.
-            if missing + self.pool.num_evictable(shared) + len(self._running) > self.pool.num_free and self._running:
+            if self._running and missing + self.pool.num_evictable(shared) + self._reserve_blocks > self.pool.num_free:
                 return
             self._start(seq, shared, missing)
             count = min(seq.num_new_tokens, self.limits.max_chunk_tokens, budget)
@@ -160,6 +162,11 @@ class Scheduler:
             budget -= count
             if seq.num_published_blocks < len(seq.block_keys):
                 in_progress.add(seq.block_keys[seq.num_published_blocks])
+
+    @property
+    def _reserve_blocks(self) -> int:
+        """Blocks that running sequences may grow into; admitting into these would only cause the next preemption."""
+        return max(1, min(len(self._running), int(self.pool.num_blocks * RESERVE_SHARE)))
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         if not self.limits.prefix_caching:

@@ -1,0 +1,189 @@
+"""Offline rates of one engine with random weights of a named shape: time per output token and prefill throughput."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from app.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.loading import build_engine, is_batch_invariant
+from app.model.config import ModelConfig
+from app.model.transformer import Transformer
+from app.model.weights import random_weights
+from app.protocol import GenerateRequest, SamplingParams
+
+# Architecture figures of public checkpoints; weights are drawn from N(0, 0.02).
+SHAPES: dict[str, dict[str, object]] = {
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16, "n_shared_experts": 2,
+        "n_routed_experts": 64, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "routed_scaling_factor": 1.0, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
+        "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "eos_token_id": 100001, "bos_token_id": 100000,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 0.707, "mscale_all_dim": 0.707,
+        },
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One point of the grid. Times are host wall clock of whole engine steps, scheduling and sampling included."""
+
+    batch: int
+    context: int
+    prefill_tokens_per_s: float
+    tpot_ms: float  # median over the decode steps
+    tpot_p90_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class MixedLoad:
+    """Short requests at a fixed rate, alone or beside one long prompt every few seconds."""
+
+    short_ttft_ms: dict[str, float]
+    short_tpot_ms: dict[str, float]
+    largest_gap_ms: dict[str, float]
+    long_ttft_ms: dict[str, float]
+
+
+def shape_config(name: str) -> ModelConfig:
+    """The architecture of SHAPES[name]. Raises KeyError on an unknown name."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(SHAPES[name]))
+        return ModelConfig.from_folder(folder)
+
+
+def random_engine(model_config: ModelConfig, config: EngineConfig) -> Engine:
+    """An engine around random weights: on CUDA in bfloat16 where there is a device, else on CPU in float32."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weights = random_weights(model_config, seed=0, dtype=dtype, device=device)
+    absorbed = is_batch_invariant(config, device, dtype)
+    model = Transformer(model_config, weights, device=device, dtype=dtype, absorbed_prefill=absorbed)
+    return build_engine(model, model_config, config, device=device, dtype=dtype, version="random")
+
+
+def measure(engine: Engine, batch: int, context: int, *, decode_steps: int = 32) -> Rate:
+    """Fill `batch` distinct prompts of `context` tokens, then decode them together."""
+    rng = random.Random(batch * 1_000_003 + context)
+    sampling = SamplingParams(max_tokens=decode_steps + 8, temperature=0.0, ignore_eos=True)
+    for index in range(batch):
+        prompt = tuple(rng.randrange(1000, engine.limits.vocab_size) for _ in range(context))
+        engine.add(GenerateRequest(f"rate-{index}", prompt, sampling))
+    start = time.perf_counter()
+    seen: set[str] = set()
+    while len(seen) < batch:
+        seen |= {chunk.request_id for chunk in engine.step()}
+    prefill_s = time.perf_counter() - start
+    steps = [_timed_step(engine) for _ in range(decode_steps + 4)][4:]
+    while engine.has_work:
+        engine.step()
+    engine.reset()
+    return Rate(
+        batch, context, batch * context / prefill_s, 1e3 * statistics.median(steps), 1e3 * _percentile(steps, 90)
+    )
+
+
+def _timed_step(engine: Engine) -> float:
+    start = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - start
+
+
+def offline_throughput(engine: Engine, num_requests: int, input_tokens: int, output_tokens: int) -> float:
+    """Output tokens per second of a queue of distinct requests, all there from the start."""
+    rng = random.Random(num_requests)
+    sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+    for index in range(num_requests):
+        prompt = tuple(rng.randrange(1000, engine.limits.vocab_size) for _ in range(input_tokens))
+        engine.add(GenerateRequest(f"offline-{index}", prompt, sampling))
+    start = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    engine.reset()
+    return num_requests * output_tokens / (time.perf_counter() - start)
+
+
+async def mixed_load(
+    engine: Engine,
+    *,
+    seconds: float,
+    short_rate: float,
+    short_tokens: tuple[int, int],
+    long_tokens: int,
+    long_every_s: float,
+) -> MixedLoad:
+    """Open loop on a started engine; long_tokens 0 sends the short requests alone."""
+    rng = random.Random(1)
+    vocab = engine.limits.vocab_size
+    shorts: list[list[float]] = []
+    longs: list[list[float]] = []
+
+    async def one(name: str, num_input: int, num_output: int, times: list[list[float]]) -> None:
+        prompt = tuple(rng.randrange(1000, vocab) for _ in range(num_input))
+        sampling = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+        stamps = [time.perf_counter()]
+        async for _ in engine.generate(GenerateRequest(name, prompt, sampling)):
+            stamps.append(time.perf_counter())
+        times.append(stamps)
+
+    arrivals = [("short", index / short_rate) for index in range(int(seconds * short_rate))]
+    if long_tokens:
+        arrivals += [("long", 0.5 + index * long_every_s) for index in range(int(seconds / long_every_s))]
+    start, tasks = time.perf_counter(), []
+    for index, (kind, at_s) in enumerate(sorted(arrivals, key=lambda arrival: arrival[1])):
+        await asyncio.sleep(max(0.0, start + at_s - time.perf_counter()))
+        work = (
+            one(f"{kind}-{index}", *short_tokens, shorts)
+            if kind == "short"
+            else one(f"{kind}-{index}", long_tokens, 16, longs)
+        )
+        tasks.append(asyncio.ensure_future(work))
+    await asyncio.gather(*tasks)
+    return MixedLoad(
+        short_ttft_ms=_summary([stamps[1] - stamps[0] for stamps in shorts]),
+        short_tpot_ms=_summary([(stamps[-1] - stamps[1]) / (len(stamps) - 2) for stamps in shorts]),
+        largest_gap_ms=_summary(
+            [max(b - a for a, b in zip(stamps[1:], stamps[2:], strict=False)) for stamps in shorts]
+        ),
+        long_ttft_ms=_summary([stamps[1] - stamps[0] for stamps in longs]),
+    )
+
+
+def _summary(seconds: Seq[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    return {f"p{q}": round(1e3 * _percentile(seconds, q), 2) for q in (50, 90, 99)}
+
+
+def _percentile(values: Seq[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * q / 100))]
+
+
+def engine_grid(shape: str, config: EngineConfig, grid: Seq[tuple[int, int]]) -> dict[str, object]:
+    """Rates at every (batch, context) of the grid, as JSON-ready data."""
+    engine = random_engine(shape_config(shape), config)
+    measure(engine, 2, 128)  # compiles kernels, captures graphs
+    rates = []
+    for batch, context in grid:
+        measure(engine, batch, min(context, 256), decode_steps=8)
+        rates.append(asdict(measure(engine, batch, context)))
+        gc.collect()
+    return {"shape": shape, "rates": rates}
