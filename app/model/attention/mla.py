@@ -4,7 +4,7 @@
     cache[slot] = [ c: R | rotated key: dr ],  k_nope = W_kb c,  v = W_vb c
 
 Absorbed: the query is mapped into latent space (W_kb^T q), attends to the cache itself, and W_vb maps the result back.
-Unabsorbed: keys and values of the whole context are expanded once for a chunk of queries, which costs fewer FLOPs there.
+Expanded: keys and values of the whole context are computed once for a chunk of queries, which costs fewer FLOPs there.
 """
 
 from __future__ import annotations
