@@ -1,0 +1,405 @@
+"""How many replicas each pool gets: one pure function over all pools.
+
+    figures of replicas and monitor -> PoolSignals -> assess each pool alone -> share the budget -> targets, reasons
+
+Pressure (a queue longer than the TTFT target allows, or a full KV cache) says *that* a pool needs replicas; the load
+that arrives says *how many*. So a backlog that grows while replicas start does not ask for ever more of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
+
+from app.serving.budget import Claim, Shares
+
+MIN_DECODE_SHARE = 0.05  # of the time, left to decoding however busy the prefill is
+IDLE_ARRIVALS_PER_S = 1e-3  # a smoothed arrival rate below it counts as none
+MAX_PATIENCE = 8.0  # a pool that regretted scaling down waits up to this many down windows
+
+
+# ---- what goes in ----
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSignals:
+    """What one replica reports (SignalMeter measures it). None: not known yet."""
+
+    waiting_seqs: float = 0.0
+    waiting_prefill_tokens: float = 0.0
+    running_seqs: float = 0.0
+    max_running_seqs: float = 1.0
+    kv_usage: float = 0.0  # share of blocks held by live sequences
+    arrival_seqs_per_s: float = 0.0
+    arrival_tokens_per_s: float = 0.0  # prompt tokens that must be computed
+    prefill_tokens_per_s: float | None = None  # how fast prompts are computed when there are enough of them
+    residence_s: float | None = None  # first step to last token of a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Signals and their stamp. Only a change of the stamp counts, so the sender's clock does not matter."""
+
+    stamp: float
+    signals: ReplicaSignals
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Requests that wait outside the pool because it has no replica, or that were refused for want of room."""
+
+    waiting_seqs: float = 0.0
+    rejected_tokens_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSignals:
+    """A pool as the cluster sees it. `demand` None: nobody could say, which is not zero."""
+
+    target: int
+    num_running: int
+    reports: Mapping[str, Report] = field(default_factory=dict)  # by replica
+    demand: Demand | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolScaling:
+    """How one pool scales. Raises ValueError that starts with the field's name."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    replica_cost: float = 1.0  # of the budget
+    ttft_target_s: float = 2.0
+    max_waiting_seqs: float = 8.0  # per replica
+    max_kv_usage: float = 0.85
+    max_utilisation: float = 0.85  # load of a replica that scaling up aims at
+    consolidation_utilisation: float = 0.7  # load of the remaining replicas that scaling down may cause
+    max_step: int = 2
+    up_window_s: float = 3.0
+    down_window_s: float = 300.0
+    drain_window_s: float = 60.0  # a backlog must halve in this time, or one more replica is asked for
+    start_timeout_s: float = 600.0  # start-up longer than this: no node can place the replica
+    retry_s: float = 300.0  # after which placing is tried again
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{item.name}: must be a finite number, at least 0, got {value}")
+        if self.max_replicas < max(1, self.min_replicas):
+            raise ValueError(f"max_replicas: must be at least max(1, min_replicas), got {self.max_replicas}")
+        for name in ("replica_cost", "ttft_target_s", "max_waiting_seqs", "max_kv_usage", "max_step", "up_window_s"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name}: must be greater than 0")
+        if not 0 < self.consolidation_utilisation < self.max_utilisation <= 1:
+            raise ValueError("consolidation_utilisation: must lie between 0 and max_utilisation, and that in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """All pools and what they share. Raises ValueError that starts with the field's name."""
+
+    pools: Mapping[str, PoolScaling]
+    budget: float = math.inf  # sum of replica_cost over all replicas
+    stale_after_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        reserved = sum(pool.min_replicas * pool.replica_cost for pool in self.pools.values())
+        if not self.budget >= reserved:
+            raise ValueError(f"budget: must be at least the pools' minimum of {reserved:g}, got {self.budget:g}")
+
+
+# ---- what is kept between calls, and what comes out ----
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    seen: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # replica -> (stamp, when it changed)
+    up_since_s: float | None = None
+    up_to: int = 0  # least need since then
+    down_since_s: float | None = None
+    down_to: int = 0  # greatest need since then
+    backlog_since_s: float | None = None
+    backlog: float = 0.0  # at that time, as a multiple of what is tolerated
+    starting_since_s: float | None = None
+    num_running: int = 0  # at the last call
+    target: int = 0  # at the last call
+    blocked_until_s: float = -math.inf
+    lowered_s: float = -math.inf  # last time the target fell
+    patience: float = 1.0  # in down windows
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a pool got its target: the figures, what it wanted, what the budget granted, the reasons in words."""
+
+    values: Mapping[str, float]
+    wanted: int
+    granted: int
+    reasons: tuple[str, ...]
+
+
+class Decision(NamedTuple):
+    targets: dict[str, int]
+    state: dict[str, PoolState]
+    reasons: dict[str, Explanation]
+
+
+class _Load(NamedTuple):
+    """Work of a pool in replicas' worth of each resource, as the replicas with fresh figures see it."""
+
+    num_replicas: int
+    prefill: float  # share of time computing prompts; inf if the speed is not known
+    seqs: float  # share of the places in a batch
+    kv: float
+    backlog: float  # queue as a multiple of what is tolerated
+    is_active: bool
+
+
+class _Assessment(NamedTuple):
+    """One pool alone, before the budget."""
+
+    claim: Claim
+    state: PoolState
+    values: dict[str, float]
+    reasons: tuple[str, ...]
+
+
+def decide(
+    signals: Mapping[str, PoolSignals], state: Mapping[str, PoolState], config: ScalingConfig, now: float
+) -> Decision:
+    """Targets for every pool in `signals`; `now` is this process's monotonic clock, in seconds.
+
+    The targets' cost never exceeds the budget, unless the minimums alone do.
+    """
+    assessed = {
+        name: _assess(pool, config.pools[name], state.get(name, PoolState()), config.stale_after_s, now)
+        for name, pool in signals.items()
+    }
+    shares = Shares({name: one.claim for name, one in assessed.items()}, config.budget)
+    shares.settle()
+    states, reasons = {}, {}
+    for name, one in assessed.items():
+        granted = shares.granted[name]
+        states[name] = _after(one.state, signals[name].target, granted, config.pools[name], now)
+        reasons[name] = Explanation(one.values, one.claim.wanted, granted, (*one.reasons, *shares.notes[name]))
+    return Decision(shares.granted, states, reasons)
+
+
+# ---- one pool ----
+
+
+def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_after_s: float, now: float) -> _Assessment:
+    state = _track_starting(_track_reports(state, pool, now), pool, config, now)
+    current = _clip(pool.target, config)
+    fresh = [report.signals for key, report in pool.reports.items() if now - state.seen[key][1] < stale_after_s]
+    values: dict[str, float] = {"target": pool.target, "running": pool.num_running, "reporting": len(fresh)}
+    if pool.num_running == 0 or not fresh:
+        state = replace(state, up_since_s=None, down_since_s=None, backlog_since_s=None)
+        wanted, why = _without_figures(pool, current, values)
+        wanted, why = _placeable(wanted, why, pool, state, config, now)
+        return _Assessment(_claim(pool, config, state, now, wanted, wanted, wanted), state, values, why)
+
+    load = _measure(fresh, pool.demand or Demand(), config)
+    need = _replicas_for(load, config.max_utilisation, config)
+    low = max(_replicas_for(load, config.consolidation_utilisation, config), config.min_replicas)
+    values |= {**_totals(fresh), **load._asdict(), "need": need, "need_to_consolidate": low}
+
+    state, up, why = _upward(load, need, pool, state, config, now)
+    state = _wants_more(state, up, now) if up > current else replace(state, up_since_s=None)
+    if len(fresh) < pool.num_running:
+        why += (f"no scaling down: {pool.num_running - len(fresh)} replicas have no fresh figures",)
+    is_calm = len(fresh) >= pool.num_running and load.backlog < 1
+    state = _wants_less(state, low, now) if is_calm and low < current else replace(state, down_since_s=None)
+
+    wanted, settled = _settled(state, current, config, now)
+    wanted, why = _placeable(wanted, why + settled, pool, state, config, now)
+    can_spare = state.down_since_s is not None and now - state.down_since_s >= config.up_window_s
+    spare_to = min(wanted, state.down_to if can_spare else current)
+    claim = _claim(pool, config, state, now, wanted, need if up > current else low, spare_to)
+    return _Assessment(claim, state, values, why)
+
+
+def _claim(
+    pool: PoolSignals, config: PoolScaling, state: PoolState, now: float, wanted: int, need: int, spare_to: int
+) -> Claim:
+    return Claim(
+        target=_clip(pool.target, config),
+        num_running=pool.num_running,
+        min_replicas=config.min_replicas,
+        cost=config.replica_cost,
+        wanted=wanted,
+        need=max(need, 1),
+        spare_to=spare_to,
+        is_settled=now - state.lowered_s >= config.down_window_s,
+    )
+
+
+def _track_reports(state: PoolState, pool: PoolSignals, now: float) -> PoolState:
+    seen = {}
+    for key, report in pool.reports.items():
+        last = state.seen.get(key)
+        seen[key] = last if last is not None and last[0] == report.stamp else (report.stamp, now)
+    return replace(state, seen=seen)
+
+
+def _track_starting(state: PoolState, pool: PoolSignals, config: PoolScaling, now: float) -> PoolState:
+    """Notice replicas that do not come up; a start or a higher target restarts the clock."""
+    since = state.starting_since_s
+    if pool.target <= pool.num_running:
+        since = None
+    elif since is None or pool.num_running > state.num_running or pool.target > state.target:
+        since = now
+    blocked = state.blocked_until_s
+    if since is not None and now - since >= config.start_timeout_s:
+        blocked = now + config.retry_s
+    return replace(
+        state, starting_since_s=since, blocked_until_s=blocked, num_running=pool.num_running, target=pool.target
+    )
+
+
+def _without_figures(pool: PoolSignals, current: int, values: dict[str, float]) -> tuple[int, tuple[str, ...]]:
+    """Hold, except that demand from outside wakes a pool at zero."""
+    if pool.num_running > 0:
+        return current, ("hold: no fresh figures from any replica",)
+    if pool.demand is None:
+        return current, ("hold: no replica, and no fresh figures of the demand",)
+    values["demand_seqs"] = pool.demand.waiting_seqs
+    if current == 0 and pool.demand.waiting_seqs > 0:
+        return 1, (f"wake: {pool.demand.waiting_seqs:g} requests wait for a first replica",)
+    return current, ()
+
+
+def _placeable(
+    wanted: int, why: tuple[str, ...], pool: PoolSignals, state: PoolState, config: PoolScaling, now: float
+) -> tuple[int, tuple[str, ...]]:
+    most = max(pool.num_running, config.min_replicas)
+    if now >= state.blocked_until_s or wanted <= pool.num_running:
+        return wanted, why
+    wait_s = state.blocked_until_s - now
+    reason = f"no node placed {wanted - pool.num_running} more in {config.start_timeout_s:g} s; retry in {wait_s:.0f} s"
+    return min(wanted, most), (*why, reason)
+
+
+def _measure(fresh: Sequence[ReplicaSignals], demand: Demand, config: PoolScaling) -> _Load:
+    speeds = [one.prefill_tokens_per_s for one in fresh if one.prefill_tokens_per_s]
+    speed = sum(speeds) / len(speeds) if speeds else 0.0
+    arriving = sum(one.arrival_tokens_per_s for one in fresh) + demand.rejected_tokens_per_s
+    waiting_tokens = sum(one.waiting_prefill_tokens for one in fresh)
+    waiting_seqs = sum(one.waiting_seqs for one in fresh) + demand.waiting_seqs
+    arriving_seqs = sum(one.arrival_seqs_per_s for one in fresh)
+    # Little's law: arrivals x time in the batch is how many places they will hold, however many hold one now.
+    places = [max(one.running_seqs, one.arrival_seqs_per_s * (one.residence_s or 0.0)) for one in fresh]
+    growth = [held / one.running_seqs if one.running_seqs else 1.0 for held, one in zip(places, fresh, strict=True)]
+    backlog = waiting_seqs / (len(fresh) * config.max_waiting_seqs)
+    if speed:
+        backlog = max(backlog, waiting_tokens / (len(fresh) * speed * config.ttft_target_s))
+    return _Load(
+        num_replicas=len(fresh),
+        prefill=arriving / speed if speed else math.inf if arriving > 0 else 0.0,
+        seqs=sum(held / one.max_running_seqs for held, one in zip(places, fresh, strict=True)),
+        kv=sum(one.kv_usage * factor for one, factor in zip(fresh, growth, strict=True)),
+        backlog=backlog,
+        is_active=waiting_seqs + waiting_tokens + sum(one.running_seqs for one in fresh) > 0
+        or arriving_seqs > IDLE_ARRIVALS_PER_S,
+    )
+
+
+def _replicas_for(load: _Load, utilisation: float, config: PoolScaling) -> int:
+    """The fewest replicas that carry the load with none used beyond `utilisation`; the maximum if none do.
+
+    Decoding gets the time that prefill leaves, so where prefill takes a larger share, sequences stay longer and hold
+    more places and cache.
+    """
+    if not load.is_active:
+        return 0
+    decode_share = max(1.0 - load.prefill / load.num_replicas, MIN_DECODE_SHARE)
+    for count in range(1, config.max_replicas):
+        prefill = load.prefill / count
+        stretch = decode_share / max(1.0 - prefill, MIN_DECODE_SHARE)
+        kv_limit = count * config.max_kv_usage * utilisation / config.max_utilisation
+        if prefill <= utilisation and load.seqs * stretch <= count * utilisation and load.kv * stretch <= kv_limit:
+            return count
+    return config.max_replicas
+
+
+def _upward(
+    load: _Load, need: int, pool: PoolSignals, state: PoolState, config: PoolScaling, now: float
+) -> tuple[PoolState, int, tuple[str, ...]]:
+    """How many replicas pressure asks for at this moment; the target if there is none, or if patience will do."""
+    current = _clip(pool.target, config)
+    calm = replace(state, backlog_since_s=None)
+    is_kv_full = load.kv > load.num_replicas * config.max_kv_usage
+    if load.backlog < 1 and not is_kv_full:
+        return calm, current, ()
+    pressure = f"queue at {load.backlog:.1f} x the target" if load.backlog >= 1 else "KV cache over its target"
+    num_starting = max(0, current - pool.num_running)
+    if math.isfinite(load.prefill) and need > current:
+        return calm, need, (f"{pressure}; the load needs {need}",)
+    if num_starting:
+        return calm, current, (f"{pressure}; {num_starting} starting will do",)
+    if not math.isfinite(load.prefill):
+        return calm, current + 1, (f"{pressure}; speed not measured yet, one more",)
+    if state.backlog_since_s is None:
+        return replace(state, backlog_since_s=now, backlog=load.backlog), current, (f"{pressure}; draining",)
+    if now - state.backlog_since_s < config.drain_window_s:
+        return state, current, (f"{pressure}; draining",)
+    if load.backlog > state.backlog / 2 and load.backlog >= 1:
+        return state, current + 1, (f"{pressure}; not halved in {config.drain_window_s:g} s, one more",)
+    return replace(state, backlog_since_s=now, backlog=load.backlog), current, (f"{pressure}; draining",)
+
+
+def _wants_more(state: PoolState, count: int, now: float) -> PoolState:
+    if state.up_since_s is None:
+        return replace(state, up_since_s=now, up_to=count)
+    return replace(state, up_to=min(state.up_to, count))
+
+
+def _wants_less(state: PoolState, count: int, now: float) -> PoolState:
+    if state.down_since_s is None:
+        return replace(state, down_since_s=now, down_to=count)
+    return replace(state, down_to=max(state.down_to, count))
+
+
+def _settled(state: PoolState, current: int, config: PoolScaling, now: float) -> tuple[int, tuple[str, ...]]:
+    """What has been wanted for a whole window, one step at most."""
+    if state.up_since_s is not None and now - state.up_since_s >= config.up_window_s:
+        wanted = min(state.up_to, current + config.max_step, config.max_replicas)
+        return max(wanted, current), ()
+    window_s = config.down_window_s * state.patience
+    if state.down_since_s is not None and now - state.down_since_s >= window_s:
+        # The last replica goes alone: Ray does not stop several at once down to zero.
+        least = 1 if current > 1 else 0
+        wanted = max(state.down_to, current - config.max_step, config.min_replicas, least)
+        return min(wanted, current), (f"the load has fitted {state.down_to} for {window_s:g} s",)
+    return current, ()
+
+
+def _after(state: PoolState, target: int, granted: int, config: PoolScaling, now: float) -> PoolState:
+    if granted == target:
+        return state
+    patience = state.patience
+    if granted > target and now - state.lowered_s < 2 * config.down_window_s * patience:
+        patience = min(2 * patience, MAX_PATIENCE)
+    elif granted < target and now - state.lowered_s > 4 * config.down_window_s * patience:
+        patience = max(patience / 2, 1.0)
+    return replace(
+        state,
+        up_since_s=None,
+        down_since_s=None,
+        backlog_since_s=None,
+        patience=patience,
+        lowered_s=now if granted < target else state.lowered_s,
+    )
+
+
+def _clip(count: int, config: PoolScaling) -> int:
+    return max(config.min_replicas, min(count, config.max_replicas))
+
+
+def _totals(fresh: Sequence[ReplicaSignals]) -> dict[str, float]:
+    summed = ("waiting_seqs", "waiting_prefill_tokens", "running_seqs", "arrival_tokens_per_s", "arrival_seqs_per_s")
+    totals = {name: sum(getattr(one, name) for one in fresh) for name in summed}
+    return {**totals, "kv_usage": sum(one.kv_usage for one in fresh) / len(fresh)}
