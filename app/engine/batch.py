@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from app.engine.sequence import Sequence
@@ -70,7 +72,7 @@ def to_model_input(batch: Batch, block_size: int, device: torch.device) -> Model
         positions[rows] = span
         slots[rows] = tables[row, span // block_size].astype(np.int64) * block_size + span % block_size
 
-    def put(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def put(array: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

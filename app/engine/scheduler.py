@@ -21,7 +21,6 @@ from app.engine.stats import StatsRecorder
 from app.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from app.protocol import EngineStats, FinishReason, GenerateRequest, TokenChunk, TokenLogprob
 
-
 RESERVE_SHARE = 0.05  # of all blocks, at most one per running sequence
 
 
