@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -159,9 +160,7 @@ async def mixed_load(
     return MixedLoad(
         short_ttft_ms=_summary([stamps[1] - stamps[0] for stamps in shorts]),
         short_tpot_ms=_summary([(stamps[-1] - stamps[1]) / (len(stamps) - 2) for stamps in shorts]),
-        largest_gap_ms=_summary(
-            [max(b - a for a, b in zip(stamps[1:], stamps[2:], strict=False)) for stamps in shorts]
-        ),
+        largest_gap_ms=_summary([max(b - a for a, b in itertools.pairwise(stamps[1:])) for stamps in shorts]),
         long_ttft_ms=_summary([stamps[1] - stamps[0] for stamps in longs]),
     )
 
