@@ -58,7 +58,7 @@ def test_batching_changes_no_bit(checkpoint_of: CheckpointOf, family: str) -> No
 
     driver = make_driver(checkpoint, 77)
     sequences = [driver.add(prompt) for prompt in prompts]
-    together = driver.step({sequence: length for sequence, length in zip(sequences, lengths, strict=True)})
+    together = driver.step(dict(zip(sequences, lengths, strict=True)))
     for sequence, row in zip(sequences, together, strict=True):
         assert torch.equal(row, alone[sequence][0])
         driver.append(sequence, 5)
