@@ -26,7 +26,7 @@ def route_experts_reference(
         scores = torch.exp(-logits).add_(1).reciprocal_()
     choice = scores if bias is None else scores + bias
     if num_groups > 1:
-        grouped = choice.view(choice.shape[0], num_groups, -1)
+        grouped = choice.unflatten(1, (num_groups, choice.shape[1] // num_groups))
         best = grouped.amax(-1) if group_score == "max" else grouped.topk(2).values.sum(-1)
         dropped = torch.ones_like(best, dtype=torch.bool).scatter_(1, _top(best, top_groups), False)
         choice = grouped.masked_fill(dropped[..., None], -torch.inf).flatten(1)
@@ -38,7 +38,7 @@ def route_experts_reference(
 
 
 def _top(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices of the k largest of each row, best first; of equal values the lower index first, which topk leaves open."""
+    """Indices of the k largest of each row, best first; of equal values the lower index first (topk: either)."""
     return torch.sort(values, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
@@ -129,7 +129,9 @@ def route_experts(
         raise ValueError(f"num_groups: must divide the {num_experts} experts, got {num_groups}")
     group_size = num_experts // num_groups
     if num_groups > 1 and (not 1 <= top_groups <= num_groups or (group_score == "top2_sum" and group_size < 2)):
-        raise ValueError(f"top_groups: {top_groups} of {num_groups} groups of {group_size} cannot be chosen by {group_score}")
+        raise ValueError(
+            f"top_groups: {top_groups} of {num_groups} groups of {group_size} cannot be chosen by {group_score}"
+        )
     selectable = num_experts if num_groups == 1 else top_groups * group_size
     if not 1 <= top_k <= selectable:
         raise ValueError(f"top_k: must be between 1 and the {selectable} selectable experts, got {top_k}")

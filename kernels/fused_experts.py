@@ -33,7 +33,7 @@ def _torch_experts(
 ) -> torch.Tensor:
     """Two GEMMs per hit expert over its rows, which lie one expert after the other:
 
-        buffer | expert 0's tokens, padding | expert 2's tokens, padding | ...  each part a multiple of _CPU_ROWS
+    buffer | expert 0's tokens, padding | expert 2's tokens, padding | ...  each part a multiple of _CPU_ROWS
     """
     num_tokens, top_k = ids.shape
     pairs_of: list[list[int]] = [[] for _ in range(gate_up.shape[0])]
@@ -119,11 +119,11 @@ def _tile_of(pid, num_blocks, num_columns: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
     x_ptr, gate_up_desc, hidden_ptr, rows_ptr, block_experts_ptr, num_blocks_ptr, num_pairs,
-    D: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, INTER: tl.constexpr, TOP_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """hidden[r] = silu(gate) * up of the token in sorted row r."""
-    columns: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    columns: tl.constexpr = (INTER + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     num_blocks = tl.load(num_blocks_ptr)
     if pid >= num_blocks * columns:
@@ -135,7 +135,7 @@ def _gate_up_kernel(
     is_pair = pair < num_pairs
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * D + k[None, :]
-    gate_row = expert * (2 * I) + column * BLOCK_N
+    gate_row = expert * (2 * INTER) + column * BLOCK_N
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, D, BLOCK_K):
@@ -144,17 +144,17 @@ def _gate_up_kernel(
         else:
             x = tl.load(x_ptrs + start, mask=is_pair[:, None] & (k[None, :] < D - start), other=0.0)
         gate = tl.dot(x, gate_up_desc.load([gate_row, start]).T, gate, input_precision=PRECISION)
-        up = tl.dot(x, gate_up_desc.load([gate_row + I, start]).T, up, input_precision=PRECISION)
+        up = tl.dot(x, gate_up_desc.load([gate_row + INTER, start]).T, up, input_precision=PRECISION)
     hidden = gate / (1.0 + tl.exp(-gate)) * up
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    out_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * I + n[None, :]
-    tl.store(out_ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=n[None, :] < I)
+    out_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * INTER + n[None, :]
+    tl.store(out_ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=n[None, :] < INTER)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
     hidden_desc, down_desc, weights_ptr, out_ptr, rows_ptr, block_experts_ptr, num_blocks_ptr, num_pairs,
-    D: tl.constexpr, I: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, INTER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = weights[pair] * down @ hidden of the pair's sorted row."""
@@ -169,7 +169,7 @@ def _down_kernel(
     is_pair = pair < num_pairs
     down_row = expert * D + column * BLOCK_N
     out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, I, BLOCK_K):
+    for start in range(0, INTER, BLOCK_K):
         hidden = hidden_desc.load([block * BLOCK_M, start])
         out = tl.dot(hidden, down_desc.load([down_row, start]).T, out, input_precision=PRECISION)
     out *= tl.load(weights_ptr + pair, mask=is_pair, other=0.0)[:, None]
@@ -179,7 +179,9 @@ def _down_kernel(
 
 
 @triton.jit
-def _sum_kernel(parts_ptr, ids_ptr, out_ptr, E: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_D: tl.constexpr):
+def _sum_kernel(
+    parts_ptr, ids_ptr, out_ptr, E: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """out[n] = sum_j parts[n, j] in the order of j, leaving out pairs without an expert."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -234,9 +236,6 @@ def _triton_experts(
     """Sort, two grouped GEMMs, sum: four launches whose grids depend on shapes alone, so they fit a CUDA graph."""
     (num_tokens, dim), top_k, (num_experts, _, inter) = x.shape, ids.shape[1], down.shape
     num_pairs, device = num_tokens * top_k, x.device
-    out = torch.empty_like(x)
-    if num_pairs == 0:
-        return out.zero_()
     max_blocks = num_pairs // tiles.rows + min(num_experts, num_pairs)  # each hit expert fills up one block at most
     rows = torch.empty(max_blocks * tiles.rows, dtype=torch.int32, device=device)
     block_experts = torch.empty(max_blocks, dtype=torch.int32, device=device)
@@ -253,7 +252,7 @@ def _triton_experts(
     _gate_up_kernel[(max_blocks * triton.cdiv(inter, tile.columns),)](
         x, _descriptor(gate_up.view(-1, dim), tile.columns, tile.depth), hidden,
         rows, block_experts, num_blocks, num_pairs,
-        D=dim, I=inter, TOP_K=top_k, PRECISION=precision,
+        D=dim, INTER=inter, TOP_K=top_k, PRECISION=precision,
         BLOCK_M=tiles.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -261,10 +260,11 @@ def _triton_experts(
     _down_kernel[(max_blocks * triton.cdiv(dim, tile.columns),)](
         _descriptor(hidden, tiles.rows, tile.depth), _descriptor(down.view(-1, inter), tile.columns, tile.depth),
         weights, parts, rows, block_experts, num_blocks, num_pairs,
-        D=dim, I=inter, PRECISION=precision,
+        D=dim, INTER=inter, PRECISION=precision,
         BLOCK_M=tiles.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
+    out = torch.empty_like(x)
     block = min(1024, triton.next_power_of_2(dim))
     _sum_kernel[(num_tokens, triton.cdiv(dim, block))](
         parts, ids, out, E=num_experts, D=dim, TOP_K=top_k, BLOCK_D=block
@@ -309,6 +309,8 @@ def fused_experts(
         check_contiguous(name, tensor)
     check_dtype("gate_up", gate_up, x.dtype)
     check_dtype("down", down, x.dtype)
+    if ids.numel() == 0:
+        return torch.zeros_like(x)
     if not use_triton(x, backend):
         return _torch_experts(x, gate_up, down, ids, weights)
     if dim * x.element_size() % 16 or inter * x.element_size() % 16:

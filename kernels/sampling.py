@@ -241,7 +241,7 @@ def _sample_kernel(
             found = tl.max(tl.where(is_tie & (rank == wanted), ids, -1), axis=0)
             token = tl.where(found >= 0, found, token)
             seen += tl.sum(is_tie.to(tl.int32), axis=0)
-    tl.store(out_ptr + row, token.to(tl.int64))
+    tl.store(out_ptr + row, token)
 
 
 def sample(

@@ -1,0 +1,170 @@
+"""fused_experts on three backends; bitwise batch invariance on CPU; every shipped tile table entry on CUDA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kernels.fused_experts import TILES_16BIT, choose_tiles, fused_experts, fused_experts_reference
+from tests.kernels.cases import CUDA, Target, assert_bitwise_equal, assert_close, generator
+
+# fp32: sums in another order. 16 bit: the hidden layer and each expert's share are rounded to the storage dtype.
+RELATIVE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    num_tokens: int
+    top_k: int = 2
+    num_experts: int = 5
+    dim: int = 24
+    inter: int = 40
+    ids: tuple[tuple[int, ...], ...] | None = None  # None: random, distinct per token
+
+
+CASES = [
+    Case("no tokens", 0),
+    Case("one token", 1),
+    Case("odd", 13, top_k=3),
+    Case("one expert", 5, top_k=1, num_experts=1),
+    Case("all experts", 3, top_k=5),
+    Case("more experts than pairs", 2, num_experts=33),
+    Case("tile of columns exactly", 4, dim=64, inter=64),
+    Case("tiles + 8 columns", 17, dim=72, inter=136),
+    Case("all on one expert", 18, ids=((3, 3),) * 18),
+    Case("an expert twice", 3, ids=((1, 1), (0, 4), (4, 4))),
+    Case("some without expert", 4, ids=((1, -1), (-1, -1), (-1, 0), (2, 3))),
+    Case("nothing to do", 3, ids=((-1, -1),) * 3),
+]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    x: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+    def tokens(self, start: int, stop: int) -> Inputs:
+        part = self.x[start:stop].clone(), self.ids[start:stop].clone(), self.weights[start:stop].clone()
+        return Inputs(part[0], self.gate_up, self.down, part[1], part[2])
+
+    def run(self, target: Target) -> torch.Tensor:
+        return fused_experts(self.x, self.gate_up, self.down, self.ids, self.weights, backend=target.backend)
+
+    def reference(self) -> torch.Tensor:
+        return fused_experts_reference(self.x, self.gate_up, self.down, self.ids, self.weights)
+
+
+def inputs_of(case: Case, target: Target, dtype: torch.dtype) -> Inputs:
+    random = generator(case.name)
+    if case.ids is None:
+        ids = torch.rand(case.num_tokens, case.num_experts, generator=random).topk(case.top_k).indices.int()
+    else:
+        ids = torch.tensor(case.ids, dtype=torch.int32)
+    scale = case.dim**-0.5, case.inter**-0.5
+    return Inputs(
+        x=target.place(torch.randn(case.num_tokens, case.dim, generator=random), dtype),
+        gate_up=target.place(
+            torch.randn(case.num_experts, 2 * case.inter, case.dim, generator=random) * scale[0], dtype
+        ),
+        down=target.place(torch.randn(case.num_experts, case.dim, case.inter, generator=random) * scale[1], dtype),
+        ids=target.place(ids),
+        weights=target.place(torch.rand(case.num_tokens, ids.shape[1], generator=random)),
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_matches_reference(case: Case, target: Target) -> None:
+    for dtype in target.dtypes:
+        inputs = inputs_of(case, target, dtype)
+        out = inputs.run(target)
+        assert out.dtype == dtype
+        assert_close(out, inputs.reference(), RELATIVE_TOLERANCE[dtype])
+
+
+def test_nan_of_one_token_stays_with_it(target: Target) -> None:
+    inputs = inputs_of(Case("nan", 6, ids=((0, 1), (1, 2), (-1, 1), (0, 3), (1, 1), (-1, -1))), target, torch.float32)
+    clean = inputs.run(target)
+    inputs.x[0] = torch.nan  # the first row of expert 0 and of expert 1, whose padding repeats rows
+    out = inputs.run(target)
+    assert out[0].isnan().all()
+    assert_bitwise_equal(out[1:], clean[1:])
+
+
+@pytest.mark.parametrize(("dim", "inter"), [(384, 128), (200, 72), (1024, 96)])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_cpu_token_bits_do_not_depend_on_the_batch(dim: int, inter: int, num_threads: int) -> None:
+    """A token alone, padded to a row tile, in 37 rows and in 512 gives the same bits."""
+    cpu = Target("torch", "cpu", "torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        inputs = inputs_of(Case("invariance", 512, 4, 8, dim, inter), cpu, torch.float32)
+        together = inputs.run(cpu)
+        for start, stop in ((0, 1), (7, 15), (100, 137), (511, 512), (3, 300)):
+            assert_bitwise_equal(inputs.tokens(start, stop).run(cpu), together[start:stop])
+        padded = inputs.tokens(40, 48)
+        padded.ids[1:] = -1
+        assert_bitwise_equal(padded.run(cpu)[:1], together[40:41])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_wrong_arguments_are_refused(target: Target) -> None:
+    good = inputs_of(Case("good", 3), target, torch.float32)
+    for name, wrong in (
+        ("ids", good.ids.long()),
+        ("ids", good.ids[:2]),
+        ("weights", good.weights.double()),
+        ("gate_up", good.gate_up[:, :-1].contiguous()),
+        ("gate_up", good.gate_up.mT),
+        ("down", good.down.half()),
+        ("x", good.x.T.contiguous().T),
+    ):
+        fields = {field: getattr(good, field) for field in Inputs.__dataclass_fields__} | {name: wrong}
+        with pytest.raises(ValueError, match=r"expected|contiguous"):
+            Inputs(**fields).run(target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 15, 32, 129, 512, 2048])
+def test_cuda_real_shape(num_tokens: int) -> None:
+    """DeepSeek-V2-Lite's experts: right, the same 20 times, and the same replayed from a graph."""
+    inputs = inputs_of(Case(f"real {num_tokens}", num_tokens, 6, 64, 2048, 1408), CUDA, torch.bfloat16)
+    out = inputs.run(CUDA)
+    assert_close(out, inputs.reference(), RELATIVE_TOLERANCE[torch.bfloat16])
+    for _ in range(20):
+        assert_bitwise_equal(inputs.run(CUDA), out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = inputs.run(CUDA)
+    inputs.ids.copy_(inputs.ids.flip(0))
+    inputs.x.copy_(inputs.x.flip(0))
+    inputs.weights.copy_(inputs.weights.flip(0))
+    graph.replay()
+    assert_close(captured, inputs.reference(), RELATIVE_TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", TILES_16BIT, ids=lambda tiles: f"rows-{tiles.rows}")
+@pytest.mark.parametrize("spread", ["even", "one expert", "none"])
+def test_cuda_tile_edges(tiles: object, spread: str) -> None:
+    """Rows per expert at a tile's size and one beside it, on a width that no tile divides."""
+    rows = next(entry.rows for entry in TILES_16BIT if entry is tiles)
+    limit = next(entry.max_rows for entry in TILES_16BIT if entry is tiles)
+    num_experts = 8
+    num_tokens = int(min(limit, 200.0)) * num_experts
+    assert choose_tiles(num_tokens, num_experts, torch.bfloat16) is tiles
+    inputs = inputs_of(Case(spread, num_tokens, 1, num_experts, 264, 136), CUDA, torch.bfloat16)
+    if spread == "one expert":
+        inputs.ids.fill_(5)
+    elif spread == "none":
+        inputs.ids.fill_(-1)
+    else:
+        inputs.ids[: 2 * rows + 1, 0] = 2
+    assert_close(inputs.run(CUDA), inputs.reference(), RELATIVE_TOLERANCE[torch.bfloat16])
