@@ -35,5 +35,5 @@ test-full: .venv/installed-test
 	touch $@
 
 .venv/installed-test: .venv/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test]'
 	touch $@
