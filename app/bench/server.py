@@ -69,18 +69,18 @@ class LocalServer:
         """Start the process and return at once. Raises ConfigError if the config file cannot be read."""
         path = self._folder / "config.yaml"
         path.write_text(yaml.safe_dump(self._edited_config()))
-        environment = os.environ | {
+        settings = {
             "RAY_AUTH_MODE": "disabled",
             "RAY_TMPDIR": str(self._folder),
             "RAY_ADDRESS": "local",  # never join a cluster that happens to run
             "RAY_USAGE_STATS_ENABLED": "0",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(_package_root()), os.environ.get("PYTHONPATH")])),
         }
+        command = ["env", *(f"{name}={value}" for name, value in settings.items())]
+        command += [sys.executable, "-m", "ray.serve.scripts", "run", str(path)]
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ray.serve.scripts", "run", str(path)],
-                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
-            )  # fmt: skip
+                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            )
 
     def wait_ready(self) -> None:
         """Wait for /ready. Raises PreflightError with the end of the log if the server ends or takes too long."""
@@ -158,10 +158,6 @@ class LocalServer:
         """The last lines of the log on one line; errors are one line on the terminal."""
         lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
         return " | ".join(line.strip() for line in lines[-5:]) or "no output"
-
-
-def _package_root() -> Path:
-    return Path(__file__).resolve().parents[2]
 
 
 def _free_port() -> int:
