@@ -298,14 +298,14 @@ def _raise_template_error(message: str) -> None:
 
 def _checked_message(message: Mapping[str, Any], index: int) -> tuple[str, str]:
     """(role, content); "developer" is the newer name of "system". Templates paste the role, so it must be known."""
-    param = f"messages.{index}"
+    param = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{param}: must be an object with role and content", param=param)
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        param = f"messages.{index}.role"
+        param = f"messages[{index}].role"
         raise InvalidRequestError(f"{param}: must be one of {', '.join(ROLES)}, got {role!r}", param=param)
-    param = f"messages.{index}.content"
+    param = f"messages[{index}].content"
     if not isinstance(content, str):
         raise InvalidRequestError(f"{param}: must be a string, got {type(content).__name__}", param=param)
     return "system" if role == "developer" else str(role), _valid_unicode(content, param)

@@ -15,6 +15,7 @@ import pytest
 
 import kernels
 from app.config import EMBEDDED_MODEL
+from app.engine.engine import Engine
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -29,6 +30,21 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 LONG_FILES: dict[str, str] = {}  # path: why it is not split
 LONG_FUNCTIONS: dict[str, str] = {}  # path:name: why it is not split
+
+ENGINE_METHODS = {
+    *{"start", "stop", "step", "has_work", "validate", "add", "generate", "abort"},
+    *{"stats", "check_health", "reset", "check_integrity"},
+}
+KERNELS = {
+    "blocks": {"gather_blocks", "copy_blocks"},
+    "expert_routing": {"route_experts"},
+    "fused_experts": {"fused_experts"},
+    "mla_decode": {"mla_decode"},
+    "mla_prefill": {"mla_prefill"},
+    "mla_rope_cache": {"mla_rope_cache"},
+    "rms_norm": {"rms_norm", "add_rms_norm"},
+    "sampling": {"sample"},
+}
 
 BELOW_SERVING = ["app.config", "app.errors", "app.protocol", "app.tokenizer"]
 
@@ -169,7 +185,7 @@ def test_no_private_import_of_another_library() -> None:
             assert parts[0] in {"app", "kernels", "__future__"} or not any(p.startswith("_") for p in parts), path
 
 
-def public_functions(path: Path) -> set[str]:
+def public_names(path: Path) -> set[str]:
     """Names of a module's functions and classes without an underscore; jitted kernels are the wrapper's business."""
     return {
         node.name
@@ -188,6 +204,25 @@ def annotations_missing(path: Path) -> list[str]:
         if node.returns is None or any(a.annotation is None and a.arg != "self" for a in arguments):
             missing.append(node.name)
     return missing
+
+
+def test_public_exports() -> None:
+    """What strangers may call: the builders, the command, the engine, and each kernel's wrapper."""
+    assert public_names(ROOT / "app/main.py") == {"router", "pools"}
+    assert public_names(ROOT / "app/cli.py") == {"main"}
+    assert PYPROJECT["project"]["scripts"] == {"longspan": "app.cli:main"}
+    assert public_names(ROOT / "app/tokenizer.py") == {"Tokenizer", "Detokenizer"}
+    assert public_names(ROOT / "app/engine/engine.py") == {"Engine"}
+    assert {name for name in vars(Engine) if not name.startswith("_")} == ENGINE_METHODS
+
+
+def test_every_kernel_has_its_reference() -> None:
+    wrappers = {}
+    for path in sources("kernels"):
+        names = public_names(path)
+        if found := {name for name in names if f"{name}_reference" in names}:
+            wrappers[path.stem] = found
+    assert wrappers == KERNELS
 
 
 @pytest.mark.parametrize("path", sources("kernels"), ids=lambda path: path.stem)

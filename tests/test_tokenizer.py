@@ -145,12 +145,12 @@ def test_reasoning_is_cut_from_earlier_answers(tmp_path: Path) -> None:
     ("messages", "param"),
     [
         ([], "messages"),
-        (["hi"], "messages.0"),
-        ([{"role": "end", "content": "x"}], "messages.0.role"),
-        ([{"content": "x"}], "messages.0.role"),
-        ([{"role": "user"}], "messages.0.content"),
-        ([{"role": "user", "content": "x"}, {"role": "user", "content": 3}], "messages.1.content"),
-        ([{"role": "user", "content": "\ud800"}], "messages.0.content"),
+        (["hi"], "messages[0]"),
+        ([{"role": "end", "content": "x"}], "messages[0].role"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": "x"}, {"role": "user", "content": 3}], "messages[1].content"),
+        ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
         ([{"role": "user", "content": "".join(map(chr, range(0xFDD0, 0xFDF0)))}], "messages"),
     ],
 )
