@@ -290,10 +290,11 @@ def generate_requests(
     room = max_model_len - len(prompt_ids)
     max_tokens = room if api.max_tokens is None else api.max_tokens
     if room < 1 or max_tokens > room:
+        param = name if room < 1 else "max_tokens"
         raise ContextLengthError(
-            f"{name}: the model's context is {max_model_len} tokens, but {len(prompt_ids)} are in the prompt and"
+            f"{param}: the model's context is {max_model_len} tokens, but {len(prompt_ids)} are in the prompt and"
             f" {max(max_tokens, 1)} are asked for",
-            param=name if room < 1 else "max_tokens",
+            param=param,
         )
     sampling = replace(api.sampling, max_tokens=max_tokens)
     return tuple(

@@ -185,8 +185,14 @@ def test_logprobs_of_chat() -> None:
 
 @pytest.mark.parametrize(
     ("value", "prompts"),
-    [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ((1, 2),)), ([[1], [2, 3]], ((1,), (2, 3))), (["a", [1]], ("a", (1,)))],
-)  # fmt: skip
+    [
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+        (["a", [1]], ("a", (1,))),
+    ],
+)
 def test_prompt_forms(value: Any, prompts: tuple[Any, ...]) -> None:
     assert parse_prompts(value) == prompts
 
