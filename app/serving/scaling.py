@@ -17,6 +17,7 @@ from app.serving.budget import Claim, Shares
 
 MIN_DECODE_SHARE = 0.05  # of the time, left to decoding however busy the prefill is
 IDLE_ARRIVALS_PER_S = 1e-3  # a smoothed arrival rate below it counts as none
+GROWTH = 1.5  # a queue this many times as long as when it crossed the target is not a passing clump
 MAX_PATIENCE = 8.0  # a pool that regretted scaling down waits up to this many down windows
 
 
@@ -35,7 +36,7 @@ class ReplicaSignals:
     arrival_seqs_per_s: float = 0.0
     arrival_tokens_per_s: float = 0.0  # prompt tokens that must be computed
     prefill_tokens_per_s: float | None = None  # how fast prompts are computed when there are enough of them
-    residence_s: float | None = None  # first step to last token of a sequence
+    decode_s: float | None = None  # first step to last token of a sequence, if no prefill ran beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +76,9 @@ class PoolScaling:
     max_waiting_seqs: float = 8.0  # per replica
     max_kv_usage: float = 0.85
     max_utilisation: float = 0.85  # load of a replica that scaling up aims at
-    consolidation_utilisation: float = 0.7  # load of the remaining replicas that scaling down may cause
+    consolidation_utilisation: float = 0.6  # load of the remaining replicas that scaling down may cause
     max_step: int = 2
-    up_window_s: float = 3.0
+    up_window_s: float = 2.0
     down_window_s: float = 300.0
     drain_window_s: float = 60.0  # a backlog must halve in this time, or one more replica is asked for
     start_timeout_s: float = 600.0  # start-up longer than this: no node can place the replica
@@ -127,6 +128,8 @@ class PoolState:
     num_running: int = 0  # at the last call
     target: int = 0  # at the last call
     blocked_until_s: float = -math.inf
+    average: Mapping[str, float] = field(default_factory=dict)  # load over the down window
+    averaged_s: float = -math.inf
     lowered_s: float = -math.inf  # last time the target fell
     patience: float = 1.0  # in down windows
 
@@ -151,9 +154,10 @@ class _Load(NamedTuple):
     """Work of a pool in replicas' worth of each resource, as the replicas with fresh figures see it."""
 
     num_replicas: int
-    prefill: float  # share of time computing prompts; inf if the speed is not known
-    seqs: float  # share of the places in a batch
-    kv: float
+    prefill: float  # share of the time computing prompts; inf if the speed is not known
+    decode: float | None  # share of the batch that arrivals will hold if no prefill ran; None: nothing ended yet
+    seqs: float  # share of the batch held now
+    kv: float  # cache held now
     backlog: float  # queue as a multiple of what is tolerated
     is_active: bool
 
@@ -203,12 +207,15 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
         return _Assessment(_claim(pool, config, state, now, wanted, wanted, wanted), state, values, why)
 
     load = _measure(fresh, pool.demand or Demand(), config)
-    need = _replicas_for(load, config.max_utilisation, config)
-    low = max(_replicas_for(load, config.consolidation_utilisation, config), config.min_replicas)
-    values |= {**_totals(fresh), **load._asdict(), "need": need, "need_to_consolidate": low}
+    state, slow_load = _slowly(state, load, config, now)
+    # A queue that drains fills every place and the cache, whatever arrives: then only the arrivals count.
+    need = _replicas_for(load, config.max_utilisation, config, present=load.backlog < 1)
+    low = _replicas_for(slow_load, config.consolidation_utilisation, config, present=True)
+    low = max(low, config.min_replicas)
+    values |= {**_totals(fresh), **_known(load), "need": need, "need_to_consolidate": low}
 
     state, up, why = _upward(load, need, pool, state, config, now)
-    state = _wants_more(state, up, now) if up > current else replace(state, up_since_s=None)
+    state = _wants_more(state, up, config, now) if up > current else replace(state, up_since_s=None)
     if len(fresh) < pool.num_running:
         why += (f"no scaling down: {pool.num_running - len(fresh)} replicas have no fresh figures",)
     is_calm = len(fresh) >= pool.num_running and load.backlog < 1
@@ -286,43 +293,65 @@ def _placeable(
 def _measure(fresh: Sequence[ReplicaSignals], demand: Demand, config: PoolScaling) -> _Load:
     speeds = [one.prefill_tokens_per_s for one in fresh if one.prefill_tokens_per_s]
     speed = sum(speeds) / len(speeds) if speeds else 0.0
-    arriving = sum(one.arrival_tokens_per_s for one in fresh) + demand.rejected_tokens_per_s
-    waiting_tokens = sum(one.waiting_prefill_tokens for one in fresh)
-    waiting_seqs = sum(one.waiting_seqs for one in fresh) + demand.waiting_seqs
-    arriving_seqs = sum(one.arrival_seqs_per_s for one in fresh)
-    # Little's law: arrivals x time in the batch is how many places they will hold, however many hold one now.
-    places = [max(one.running_seqs, one.arrival_seqs_per_s * (one.residence_s or 0.0)) for one in fresh]
-    growth = [held / one.running_seqs if one.running_seqs else 1.0 for held, one in zip(places, fresh, strict=True)]
+    decodes = [one.decode_s for one in fresh if one.decode_s is not None]
+    num_seqs = sum(one.max_running_seqs for one in fresh) / len(fresh)
+    totals = _totals(fresh)
+    tokens_per_s = totals["arrival_tokens_per_s"] + demand.rejected_tokens_per_s
+    waiting_seqs = totals["waiting_seqs"] + demand.waiting_seqs
     backlog = waiting_seqs / (len(fresh) * config.max_waiting_seqs)
     if speed:
-        backlog = max(backlog, waiting_tokens / (len(fresh) * speed * config.ttft_target_s))
+        backlog = max(backlog, totals["waiting_prefill_tokens"] / (len(fresh) * speed * config.ttft_target_s))
+    is_busy = waiting_seqs + totals["waiting_prefill_tokens"] + totals["running_seqs"] > 0
+    # Little's law: arrivals x time in the batch is how many places they will hold, however many hold one now.
+    places = totals["arrival_seqs_per_s"] * sum(decodes) / len(decodes) if decodes else None
     return _Load(
         num_replicas=len(fresh),
-        prefill=arriving / speed if speed else math.inf if arriving > 0 else 0.0,
-        seqs=sum(held / one.max_running_seqs for held, one in zip(places, fresh, strict=True)),
-        kv=sum(one.kv_usage * factor for one, factor in zip(fresh, growth, strict=True)),
+        prefill=tokens_per_s / speed if speed else math.inf if tokens_per_s > 0 else 0.0,
+        decode=None if places is None else places / num_seqs,
+        seqs=totals["running_seqs"] / num_seqs,
+        kv=sum(one.kv_usage for one in fresh),
         backlog=backlog,
-        is_active=waiting_seqs + waiting_tokens + sum(one.running_seqs for one in fresh) > 0
-        or arriving_seqs > IDLE_ARRIVALS_PER_S,
+        is_active=is_busy or totals["arrival_seqs_per_s"] > IDLE_ARRIVALS_PER_S,
     )
 
 
-def _replicas_for(load: _Load, utilisation: float, config: PoolScaling) -> int:
+def _replicas_for(load: _Load, utilisation: float, config: PoolScaling, *, present: bool) -> int:
     """The fewest replicas that carry the load with none used beyond `utilisation`; the maximum if none do.
 
     Decoding gets the time that prefill leaves, so where prefill takes a larger share, sequences stay longer and hold
-    more places and cache.
+    more places and cache. `present`: what is held now must fit as well, not only what the arrivals will hold.
     """
     if not load.is_active:
         return 0
-    decode_share = max(1.0 - load.prefill / load.num_replicas, MIN_DECODE_SHARE)
+    kv_utilisation = config.max_kv_usage * utilisation / config.max_utilisation
+    kv_per_place = load.kv / load.seqs if load.seqs else 0.0
     for count in range(1, config.max_replicas):
         prefill = load.prefill / count
-        stretch = decode_share / max(1.0 - prefill, MIN_DECODE_SHARE)
-        kv_limit = count * config.max_kv_usage * utilisation / config.max_utilisation
-        if prefill <= utilisation and load.seqs * stretch <= count * utilisation and load.kv * stretch <= kv_limit:
+        seqs, kv = load.seqs, load.kv
+        if load.decode is not None:
+            held = load.decode / max(1.0 - prefill, MIN_DECODE_SHARE)
+            seqs = max(held, load.seqs if present else 0.0)
+            kv = max(held * kv_per_place, load.kv if present else 0.0)
+        if prefill <= utilisation and seqs <= count * utilisation and kv <= count * kv_utilisation:
             return count
     return config.max_replicas
+
+
+def _slowly(state: PoolState, load: _Load, config: PoolScaling, now: float) -> tuple[PoolState, _Load]:
+    """The greater of the load and its average over the down window: chance lulls do not look like less traffic."""
+    part = 1.0 - math.exp(-max(0.0, now - state.averaged_s) / max(config.down_window_s, 1.0))
+    values = {"prefill": load.prefill, "decode": load.decode or 0.0}
+    average = {
+        name: value if math.isinf(value) or name not in state.average else
+        state.average[name] + part * (value - state.average[name])
+        for name, value in values.items()
+    }  # fmt: skip
+    higher = load._replace(
+        prefill=max(load.prefill, average["prefill"]),
+        decode=None if load.decode is None else max(load.decode, average["decode"]),
+    )
+    kept = {name: value for name, value in average.items() if math.isfinite(value)}
+    return replace(state, average=kept, averaged_s=now), higher
 
 
 def _upward(
@@ -334,26 +363,31 @@ def _upward(
     is_kv_full = load.kv > load.num_replicas * config.max_kv_usage
     if load.backlog < 1 and not is_kv_full:
         return calm, current, ()
+    if state.backlog_since_s is None:
+        state = replace(state, backlog_since_s=now, backlog=load.backlog)
+    since_s = now - (state.backlog_since_s or now)
     pressure = f"queue at {load.backlog:.1f} x the target" if load.backlog >= 1 else "KV cache over its target"
     num_starting = max(0, current - pool.num_running)
     if math.isfinite(load.prefill) and need > current:
-        return calm, need, (f"{pressure}; the load needs {need}",)
+        return state, need, (f"{pressure}; the load needs {need}",)
     if num_starting:
         return calm, current, (f"{pressure}; {num_starting} starting will do",)
     if not math.isfinite(load.prefill):
-        return calm, current + 1, (f"{pressure}; speed not measured yet, one more",)
-    if state.backlog_since_s is None:
-        return replace(state, backlog_since_s=now, backlog=load.backlog), current, (f"{pressure}; draining",)
-    if now - state.backlog_since_s < config.drain_window_s:
+        return state, current + 1, (f"{pressure}; speed not measured yet, one more",)
+    if load.backlog >= 1 and since_s >= config.up_window_s and load.backlog > GROWTH * state.backlog:
+        return state, current + 1, (f"{pressure} and growing, one more",)
+    if since_s < config.drain_window_s:
         return state, current, (f"{pressure}; draining",)
-    if load.backlog > state.backlog / 2 and load.backlog >= 1:
+    if load.backlog >= 1 and load.backlog > state.backlog / 2:
         return state, current + 1, (f"{pressure}; not halved in {config.drain_window_s:g} s, one more",)
     return replace(state, backlog_since_s=now, backlog=load.backlog), current, (f"{pressure}; draining",)
 
 
-def _wants_more(state: PoolState, count: int, now: float) -> PoolState:
+def _wants_more(state: PoolState, count: int, config: PoolScaling, now: float) -> PoolState:
     if state.up_since_s is None:
-        return replace(state, up_since_s=now, up_to=count)
+        # A queue that has only just formed counts from where it did: its growth already took a window to see.
+        is_new = state.backlog_since_s is not None and now - state.backlog_since_s <= 2 * config.up_window_s
+        return replace(state, up_since_s=state.backlog_since_s if is_new else now, up_to=count)
     return replace(state, up_to=min(state.up_to, count))
 
 
@@ -403,3 +437,7 @@ def _totals(fresh: Sequence[ReplicaSignals]) -> dict[str, float]:
     summed = ("waiting_seqs", "waiting_prefill_tokens", "running_seqs", "arrival_tokens_per_s", "arrival_seqs_per_s")
     totals = {name: sum(getattr(one, name) for one in fresh) for name in summed}
     return {**totals, "kv_usage": sum(one.kv_usage for one in fresh) / len(fresh)}
+
+
+def _known(load: _Load) -> dict[str, float]:
+    return {name: float(value) for name, value in load._asdict().items() if value is not None and math.isfinite(value)}
