@@ -286,8 +286,8 @@ def fused_experts(
 
     Args:
         x:       [N, D] contiguous
-        gate_up: [E, 2I, D] contiguous, the gate's I rows above the up projection's
-        down:    [E, D, I] contiguous
+        gate_up: [E, 2I, D], the gate's I rows above the up projection's
+        down:    [E, D, I]; both contiguous, or on CPU with each expert's matrix stored transposed (faster there)
         ids:     [N, k] int32; -1 contributes nothing; an expert named twice counts twice
         weights: [N, k] fp32, finite
     Returns: [N, D] in x's dtype, freshly allocated. The sum over j runs in the order of j.
@@ -305,7 +305,7 @@ def fused_experts(
     check_shape("weights", weights, (num_tokens, ids.shape[1]))
     check_dtype("ids", ids, torch.int32)
     check_dtype("weights", weights, torch.float32)
-    for name, tensor in (("x", x), ("gate_up", gate_up), ("down", down), ("ids", ids), ("weights", weights)):
+    for name, tensor in (("x", x), ("ids", ids), ("weights", weights)):
         check_contiguous(name, tensor)
     check_dtype("gate_up", gate_up, x.dtype)
     check_dtype("down", down, x.dtype)
@@ -313,6 +313,8 @@ def fused_experts(
         return torch.zeros_like(x)
     if not use_triton(x, backend):
         return _torch_experts(x, gate_up, down, ids, weights)
+    check_contiguous("gate_up", gate_up)
+    check_contiguous("down", down)
     if dim * x.element_size() % 16 or inter * x.element_size() % 16:
         raise ValueError(f"x: rows of {dim} and {inter} values must be multiples of 16 bytes for the Triton kernel")
     return _triton_experts(x, gate_up, down, ids, weights, choose_tiles(ids.numel(), num_experts, x.dtype))

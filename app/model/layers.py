@@ -14,14 +14,6 @@ from app.model.config import ModelConfig, RopeConfig, YarnConfig
 _MIN_PACKED_ELEMENTS = 2**17
 
 
-@dataclass(frozen=True, slots=True)
-class MlpWeights:
-    """SiLU(x gate^T) * (x up^T) through down^T."""
-
-    gate_up: torch.Tensor  # [2I, D]: gate rows, then up rows
-    down: torch.Tensor  # [D, I]
-
-
 class Linear:
     """x W^T + b, with the weight kept in the form its device multiplies fastest.
 
@@ -53,13 +45,16 @@ class Linear:
         return F.linear(x, self._weight, self._bias)
 
 
+@dataclass(frozen=True, slots=True)
 class GatedMlp:
-    def __init__(self, weights: MlpWeights) -> None:
-        self._gate_up, self._down = Linear(weights.gate_up), Linear(weights.down)
+    """(SiLU(x gate^T) * (x up^T)) down^T"""
+
+    gate_up: Linear  # D -> 2I: gate rows, then up rows
+    down: Linear  # I -> D
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, D]."""
-        return self._down.forward(silu_and_mul(self._gate_up.forward(x)))
+        return self.down.forward(silu_and_mul(self.gate_up.forward(x)))
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

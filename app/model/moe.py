@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from app.model.config import MoeConfig
-from app.model.layers import GatedMlp, Linear, MlpWeights
-from kernels.checks import Backend
+from app.model.layers import GatedMlp, Linear
+from kernels.checks import Backend, use_triton
 from kernels.expert_routing import route_experts
 from kernels.fused_experts import fused_experts
 
@@ -16,18 +16,19 @@ from kernels.fused_experts import fused_experts
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     config: MoeConfig
-    router: torch.Tensor  # [E, D] fp32
+    router: Linear  # D -> E, fp32
     bias: torch.Tensor | None  # [E] fp32, added to the scores for the choice only
-    gate_up: torch.Tensor  # [E, 2I, D]: gate rows, then up rows
-    down: torch.Tensor  # [E, D, I]
-    shared: MlpWeights | None
+    gate_up: torch.Tensor  # [E, 2I, D]: gate rows, then up rows; on CPU each matrix is stored transposed
+    down: torch.Tensor  # [E, D, I], likewise
+    shared: GatedMlp | None
 
 
 class MixtureOfExperts:
     def __init__(self, weights: MoeWeights, backend: Backend | None) -> None:
         self._weights, self._backend = weights, backend
-        self._router = Linear(weights.router)
-        self._shared = None if weights.shared is None else GatedMlp(weights.shared)
+        self._gate_up, self._down = weights.gate_up, weights.down
+        if use_triton(weights.gate_up, backend):
+            self._gate_up, self._down = weights.gate_up.contiguous(), weights.down.contiguous()
 
     def forward(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """[N, D] -> [N, D]; rows from `num_tokens` on are padding and meet no routed expert.
@@ -36,7 +37,7 @@ class MixtureOfExperts:
         """
         weights, config = self._weights, self._weights.config
         ids, expert_weights = route_experts(
-            self._router.forward(x.float()),
+            weights.router.forward(x.float()),
             weights.bias,
             top_k=config.top_k,
             num_groups=config.num_groups,
@@ -49,5 +50,5 @@ class MixtureOfExperts:
         )
         if num_tokens < x.shape[0]:
             ids[num_tokens:] = -1
-        out = fused_experts(x, weights.gate_up, weights.down, ids, expert_weights, backend=self._backend)
-        return out if self._shared is None else out.add_(self._shared.forward(x))
+        out = fused_experts(x, self._gate_up, self._down, ids, expert_weights, backend=self._backend)
+        return out if weights.shared is None else out.add_(weights.shared.forward(x))

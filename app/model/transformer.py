@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from app.model.attention.mla import AttentionStep, MlaAttention
 from app.model.config import ModelConfig
 from app.model.inputs import ModelInput
-from app.model.layers import GatedMlp, Linear, rope_table
+from app.model.layers import GatedMlp, rope_table
 from app.model.moe import MixtureOfExperts, MoeWeights
 from app.model.weights import LayerWeights, ModelWeights
 from kernels.checks import Backend, padded_rows
@@ -30,7 +30,7 @@ class DecoderLayer:
         if isinstance(weights.mlp, MoeWeights):
             self._mlp = MixtureOfExperts(weights.mlp, backend)
         else:
-            self._mlp = GatedMlp(weights.mlp)
+            self._mlp = weights.mlp
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, step: AttentionStep, cache: torch.Tensor
@@ -63,7 +63,7 @@ class Transformer:
     ) -> None:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self._absorbed_prefill, self._backend = absorbed_prefill, backend
-        self._embedding, self._norm, self._lm_head = weights.embedding, weights.norm, Linear(weights.lm_head)
+        self._embedding, self._norm, self._lm_head = weights.embedding, weights.norm, weights.lm_head
         cos_sin = rope_table(config, device)
         self._layers = [DecoderLayer(config, layer, cos_sin, backend) for layer in weights.layers]
 

@@ -15,7 +15,7 @@ import torch
 from app.model.attention.mla import MlaWeights
 from app.model.checkpoint import Checkpoint, checkpoint_digest, verify_manifest
 from app.model.config import ModelConfig, MoeConfig
-from app.model.layers import MlpWeights
+from app.model.layers import GatedMlp, Linear
 from app.model.moe import MoeWeights
 
 __all__ = ["LayerWeights", "ModelWeights", "TensorSource", "checkpoint_digest", "load_weights", "random_weights"]
@@ -29,7 +29,7 @@ class LayerWeights:
     input_norm: torch.Tensor  # [D]
     attention: MlaWeights
     post_attention_norm: torch.Tensor  # [D]
-    mlp: MlpWeights | MoeWeights
+    mlp: GatedMlp | MoeWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ModelWeights:
     embedding: torch.Tensor  # [V, D]
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [D]
-    lm_head: torch.Tensor  # [V, D]; the embedding itself if they are tied
+    lm_head: Linear  # D -> V
 
 
 class TensorSource(Protocol):
@@ -98,16 +98,17 @@ class _Assembler:
     def model(self) -> ModelWeights:
         config = self._config
         embedding = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        lm_head = embedding
-        if not config.tie_word_embeddings:
-            lm_head = self._tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
+            lm_head = Linear(embedding)
+        else:
+            lm_head = self._linear({"lm_head": config.vocab_size}, config.hidden_size)
         norm = self._tensor("model.norm.weight", config.hidden_size)
         layers = tuple(self._layer(index) for index in range(config.num_layers))
         return ModelWeights(embedding, layers, norm, lm_head)
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._config, f"model.layers.{index}."
-        mlp: MlpWeights | MoeWeights
+        mlp: GatedMlp | MoeWeights
         if config.moe is not None and config.is_moe_layer(index):
             mlp = self._moe(prefix + "mlp.", config.moe)
         else:
@@ -122,41 +123,38 @@ class _Assembler:
     def _attention(self, prefix: str) -> MlaWeights:
         config = self._config
         hidden, rank = config.hidden_size, config.q_lora_rank
-        q_name = "q_proj" if rank is None else "q_a_proj"
-        q_rows = config.num_heads * config.qk_head_dim if rank is None else rank
-        qkv_a = self._rows(
-            hidden, {prefix + q_name + ".weight": q_rows, prefix + "kv_a_proj_with_mqa.weight": config.cache_dim}
-        )
-        qkv_a_bias = o_bias = None
+        q_name, q_rows = ("q_proj", config.num_heads * config.qk_head_dim) if rank is None else ("q_a_proj", rank)
+        names = {prefix + q_name: q_rows, prefix + "kv_a_proj_with_mqa": config.cache_dim}
+        qkv_a_bias = o_bias = q_norm = q_b = None
         if config.attention_bias:
             qkv_a_bias = torch.zeros(q_rows + config.cache_dim, dtype=self._dtype, device=self._device)
+            # q_proj never has a bias: its part stays 0.
             if rank is not None:
                 self._source.fill(prefix + "q_a_proj.bias", qkv_a_bias[:q_rows])
             self._source.fill(prefix + "kv_a_proj_with_mqa.bias", qkv_a_bias[q_rows:])
             o_bias = self._tensor(prefix + "o_proj.bias", hidden)
+        if rank is not None:
+            q_norm = self._tensor(prefix + "q_a_layernorm.weight", rank)
+            q_b = self._linear({prefix + "q_b_proj": config.num_heads * config.qk_head_dim}, rank)
         kv_rows = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
         return MlaWeights(
-            qkv_a=qkv_a,
-            qkv_a_bias=qkv_a_bias,
-            q_norm=None if rank is None else self._tensor(prefix + "q_a_layernorm.weight", rank),
-            q_b=None
-            if rank is None
-            else self._tensor(prefix + "q_b_proj.weight", config.num_heads * config.qk_head_dim, rank),
+            qkv_a=self._linear(names, hidden, qkv_a_bias),
+            q_norm=q_norm,
+            q_b=q_b,
             kv_norm=self._tensor(prefix + "kv_a_layernorm.weight", config.kv_lora_rank),
             kv_b=self._tensor(prefix + "kv_b_proj.weight", kv_rows, config.kv_lora_rank),
-            o=self._tensor(prefix + "o_proj.weight", hidden, config.num_heads * config.v_head_dim),
-            o_bias=o_bias,
+            o=self._linear({prefix + "o_proj": hidden}, config.num_heads * config.v_head_dim, o_bias),
         )
 
-    def _mlp(self, prefix: str, width: int) -> MlpWeights:
-        names = {prefix + "gate_proj.weight": width, prefix + "up_proj.weight": width}
-        gate_up = self._rows(self._config.hidden_size, names)
-        return MlpWeights(gate_up, self._tensor(prefix + "down_proj.weight", self._config.hidden_size, width))
+    def _mlp(self, prefix: str, width: int) -> GatedMlp:
+        hidden = self._config.hidden_size
+        gate_up = self._linear({prefix + "gate_proj": width, prefix + "up_proj": width}, hidden)
+        return GatedMlp(gate_up, self._linear({prefix + "down_proj": hidden}, width))
 
     def _moe(self, prefix: str, moe: MoeConfig) -> MoeWeights:
         hidden, width = self._config.hidden_size, moe.intermediate_size
-        gate_up = self._empty(moe.num_experts, 2 * width, hidden)
-        down = self._empty(moe.num_experts, hidden, width)
+        gate_up = self._expert_stack(moe.num_experts, 2 * width, hidden)
+        down = self._expert_stack(moe.num_experts, hidden, width)
         for expert in range(moe.num_experts):
             name = f"{prefix}experts.{expert}."
             self._source.fill(name + "gate_proj.weight", gate_up[expert, :width])
@@ -171,7 +169,7 @@ class _Assembler:
         shared = None
         if moe.num_shared_experts:
             shared = self._mlp(prefix + "shared_experts.", moe.num_shared_experts * width)
-        return MoeWeights(moe, router, bias, gate_up, down, shared)
+        return MoeWeights(moe, Linear(router), bias, gate_up, down, shared)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -181,11 +179,17 @@ class _Assembler:
         self._source.fill(name, tensor)
         return tensor
 
-    def _rows(self, columns: int, rows: dict[str, int]) -> torch.Tensor:
-        """Stack matrices of `columns` columns, given as name -> number of rows."""
-        tensor = self._empty(sum(rows.values()), columns)
+    def _expert_stack(self, num_experts: int, rows: int, columns: int) -> torch.Tensor:
+        """[num_experts, rows, columns]; the CPU's matrix library streams transposed matrices faster."""
+        if torch.device(self._device).type == "cpu":
+            return self._empty(num_experts, columns, rows).mT
+        return self._empty(num_experts, rows, columns)
+
+    def _linear(self, rows: dict[str, int], columns: int, bias: torch.Tensor | None = None) -> Linear:
+        """Projections of the same input, one above the other, given as name -> number of rows."""
+        weight = self._empty(sum(rows.values()), columns)
         start = 0
         for name, count in rows.items():
-            self._source.fill(name, tensor[start : start + count])
+            self._source.fill(name + ".weight", weight[start : start + count])
             start += count
-        return tensor
+        return Linear(weight, bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.model.layers import GatedMlp, Linear, MlpWeights, silu_and_mul
+from app.model.layers import GatedMlp, Linear, silu_and_mul
 from kernels.checks import ROW_TILE
 
 MAX_DIFF = 1e-5
@@ -41,7 +41,7 @@ def test_gated_mlp() -> None:
     gate_up, down, x = torch.randn(60, 20) / 4, torch.randn(20, 30) / 5, torch.randn(8, 20)
     gate, up = (x @ gate_up.T).chunk(2, -1)
     expected = (torch.nn.functional.silu(gate) * up) @ down.T
-    assert (GatedMlp(MlpWeights(gate_up, down)).forward(x) - expected).abs().max() < MAX_DIFF
+    assert (GatedMlp(Linear(gate_up), Linear(down)).forward(x) - expected).abs().max() < MAX_DIFF
 
 
 def test_silu_and_mul_keeps_a_rows_bits_and_survives_large_gates() -> None:

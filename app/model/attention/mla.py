@@ -31,16 +31,12 @@ LATENT_NORM_EPS = 1e-6  # of the two inner norms, whatever rms_norm_eps says
 
 @dataclass(frozen=True, slots=True)
 class MlaWeights:
-    qkv_a: (
-        torch.Tensor
-    )  # [Rq + R + dr, D], Rq = q_lora_rank; without one the first rows are q_proj: [H (dn + dr) + ...]
-    qkv_a_bias: torch.Tensor | None
+    qkv_a: Linear  # D -> Rq + R + dr, Rq = q_lora_rank; without one q_proj comes first: D -> H (dn + dr) + R + dr
     q_norm: torch.Tensor | None  # [Rq]
-    q_b: torch.Tensor | None  # [H (dn + dr), Rq]
+    q_b: Linear | None  # Rq -> H (dn + dr)
     kv_norm: torch.Tensor  # [R]
     kv_b: torch.Tensor  # [H (dn + dv), R]: W_kb and W_vb of each head
-    o: torch.Tensor  # [D, H dv]
-    o_bias: torch.Tensor | None
+    o: Linear  # H dv -> D
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,25 +128,22 @@ class MlaAttention:
         self._interleaved, self._scale = config.rope.interleaved, config.softmax_scale
         self._num_heads, self._rank = config.num_heads, config.kv_lora_rank
         self._nope_dim, self._rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
-        self._q_width = weights.qkv_a.shape[0] - config.cache_dim
-        self._qkv_a = Linear(weights.qkv_a, weights.qkv_a_bias)
-        self._q_norm, self._kv_norm = weights.q_norm, weights.kv_norm
-        self._q_b = None if weights.q_b is None else Linear(weights.q_b)
-        self._o = Linear(weights.o, weights.o_bias)
-        self._kv_b = weights.kv_b
+        self._weights = weights
         per_head = weights.kv_b.view(self._num_heads, self._nope_dim + config.v_head_dim, self._rank)
         self._k_b = per_head[:, : self._nope_dim]  # [H, dn, R]
         self._v_b = per_head[:, self._nope_dim :].mT  # [H, R, dv]
 
     def forward(self, x: torch.Tensor, step: AttentionStep, cache: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, D]; writes the step's latents to `cache` [num_blocks, block_size, R + dr] first."""
-        qkv = self._qkv_a.forward(x)
-        q, kv = qkv[:, : self._q_width], qkv[:, self._q_width :]
-        if self._q_b is not None and self._q_norm is not None:
-            q = self._q_b.forward(rms_norm(q, self._q_norm, LATENT_NORM_EPS, backend=self._backend))
+        weights = self._weights
+        qkv = weights.qkv_a.forward(x)
+        kv_start = qkv.shape[1] - self._rank - self._rope_dim
+        q, kv = qkv[:, :kv_start], qkv[:, kv_start:]
+        if weights.q_b is not None and weights.q_norm is not None:
+            q = weights.q_b.forward(rms_norm(q, weights.q_norm, LATENT_NORM_EPS, backend=self._backend))
         q = q.unflatten(1, (self._num_heads, -1))
         mla_rope_cache(
-            q, kv, self._kv_norm, LATENT_NORM_EPS, self._cos_sin, step.inputs.positions, step.inputs.slots, cache,
+            q, kv, weights.kv_norm, LATENT_NORM_EPS, self._cos_sin, step.inputs.positions, step.inputs.slots, cache,
             interleaved=self._interleaved, backend=self._backend,
         )  # fmt: skip
         parts = []
@@ -159,7 +152,7 @@ class MlaAttention:
         if step.expanded is not None:
             parts.append(self._attend_expanded(q[step.inputs.num_decodes :], step.expanded, cache))
         heads = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._o.forward(heads.flatten(1))
+        return weights.o.forward(heads.flatten(1))
 
     def _attend_absorbed(self, q: torch.Tensor, rows: AbsorbedRows, cache: torch.Tensor) -> torch.Tensor:
         """[N, H, dn + dr] -> [N, H, dv]; padding rows give 0."""
@@ -177,7 +170,7 @@ class MlaAttention:
         keys = gather_blocks(
             cache, rows.block_tables, rows.context_lens, rows.key_starts, rows.num_keys, backend=self._backend
         )
-        expanded = F.linear(keys[:, : self._rank], self._kv_b).unflatten(1, (self._num_heads, -1))
+        expanded = F.linear(keys[:, : self._rank], self._weights.kv_b).unflatten(1, (self._num_heads, -1))
         return mla_prefill(
             q, expanded[..., : self._nope_dim], keys[:, self._rank :], expanded[..., self._nope_dim :],
             rows.query_starts, rows.key_starts, self._scale,
