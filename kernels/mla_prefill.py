@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
-from kernels.checks import Backend, check_dtype, check_last_dim_contiguous, check_shape
+from kernels import mla_prefill_hopper
+from kernels.checks import Backend, check_dtype, check_last_dim_contiguous, check_shape, use_triton
 
 _QUERY_TILE = 64  # CPU: queries attended together, a multiple of 8 so that MKL gives a row the same bits in any tile
 _KEY_TILE = 64  # CPU: keys of one P @ V product, so that the order of additions does not depend on the length
+_LOG2_E = 1.4426950408889634
 
 
 def mla_prefill_reference(
@@ -75,7 +79,42 @@ def mla_prefill(
     for name, tensor in (("q", q), ("k_nope", k_nope), ("k_rope", k_rope), ("v", v)):
         check_dtype(name, tensor, q.dtype)
         check_last_dim_contiguous(name, tensor)
-    return _prefill_torch(q, k_nope, k_rope, v, query_starts, key_starts, scale)
+    if not use_triton(q, backend):
+        return _prefill_torch(q, k_nope, k_rope, v, query_starts, key_starts, scale)
+    out = torch.zeros(q.shape[0], num_heads, v.shape[2], dtype=q.dtype, device=q.device)
+    if min(out.numel(), num_keys, max_query_len, max_key_len) == 0:
+        return out
+    if mla_prefill_hopper.supports(q, k_nope, k_rope, v):
+        mla_prefill_hopper.launch(q, k_nope, k_rope, v, query_starts, key_starts, scale * _LOG2_E, max_query_len, out)
+        return out
+    queries, keys = (64, 32) if q.element_size() == 2 else (16, 16)
+    grid = (triton.cdiv(max_query_len, queries), num_heads, query_starts.shape[0] - 1)
+    _prefill_kernel[grid](
+        q,
+        k_nope,
+        k_rope,
+        v,
+        query_starts,
+        key_starts,
+        out,
+        scale * _LOG2_E,
+        *q.stride()[:2],
+        *k_nope.stride()[:2],
+        k_rope.stride(0),
+        *v.stride()[:2],
+        NUM_HEADS=num_heads,
+        NOPE_DIM=nope_dim,
+        ROPE_DIM=k_rope.shape[1],
+        VALUE_DIM=v.shape[2],
+        BLOCK_NOPE=max(16, triton.next_power_of_2(nope_dim)),
+        BLOCK_ROPE=max(16, triton.next_power_of_2(k_rope.shape[1])),
+        BLOCK_VALUE=max(16, triton.next_power_of_2(v.shape[2])),
+        QUERIES=queries,
+        KEYS=keys,
+        num_warps=4,
+        num_stages=2,
+    )
+    return out
 
 
 def _prefill_torch(
@@ -122,3 +161,79 @@ def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
         end = min(start + _KEY_TILE, num_keys)
         out += torch.bmm(weights[:, :, start:end], values[:, start:end])
     return out[:, :num_tokens]
+
+
+@triton.jit
+def _prefill_kernel(
+    q,
+    k_nope,
+    k_rope,
+    v,
+    query_starts,
+    key_starts,
+    out,
+    scale,
+    q_row_stride,
+    q_head_stride,
+    k_row_stride,
+    k_head_stride,
+    rope_row_stride,
+    v_row_stride,
+    v_head_stride,
+    NUM_HEADS: tl.constexpr,
+    NOPE_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_NOPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One tile of queries of one head of one sequence. Any shape, dtype and card; the shapes served on Hopper run
+    mla_prefill_hopper instead."""
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    query_start = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - query_start
+    key_start = tl.load(key_starts + sequence)
+    num_keys = tl.load(key_starts + sequence + 1) - key_start
+    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    is_query = query < num_queries
+    row_end = tl.minimum(num_keys - num_queries + query + 1, num_keys)
+    last_end = tl.where(is_query, row_end, 0)
+    num_visible = tl.maximum(tl.max(last_end, axis=0), 0)
+
+    nope = tl.arange(0, BLOCK_NOPE)
+    rope = tl.arange(0, BLOCK_ROPE)
+    column = tl.arange(0, BLOCK_VALUE)
+    q_rows = q + (query_start + query).to(tl.int64)[:, None] * q_row_stride + head * q_head_stride
+    q_nope = tl.load(q_rows + nope[None, :], mask=is_query[:, None] & (nope < NOPE_DIM)[None, :], other=0.0)
+    q_rope = tl.load(q_rows + NOPE_DIM + rope[None, :], mask=is_query[:, None] & (rope < ROPE_DIM)[None, :], other=0.0)
+    maximum = tl.full([QUERIES], float("-inf"), tl.float32)
+    denominator = tl.zeros([QUERIES], tl.float32)
+    numerator = tl.zeros([QUERIES, BLOCK_VALUE], tl.float32)
+    for first in range(0, num_visible, KEYS):
+        key = first + tl.arange(0, KEYS)
+        is_key = key < num_keys
+        key_row = (key_start + key).to(tl.int64)
+        k_rows = k_nope + key_row[None, :] * k_row_stride + head * k_head_stride
+        k = tl.load(k_rows + nope[:, None], mask=is_key[None, :] & (nope < NOPE_DIM)[:, None], other=0.0)
+        rope_rows = k_rope + key_row[None, :] * rope_row_stride
+        r = tl.load(rope_rows + rope[:, None], mask=is_key[None, :] & (rope < ROPE_DIM)[:, None], other=0.0)
+        scores = tl.dot(q_nope, k, input_precision="ieee")
+        scores = tl.dot(q_rope, r, scores, input_precision="ieee") * scale
+        scores = tl.where(key[None, :] < row_end[:, None], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        # A row that has seen no key yet keeps -inf; 0 in its place avoids -inf - -inf.
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(maximum - shift)
+        denominator = denominator * decay + tl.sum(weights, axis=1)
+        v_rows = v + key_row[:, None] * v_row_stride + head * v_head_stride
+        value = tl.load(v_rows + column[None, :], mask=is_key[:, None] & (column < VALUE_DIM)[None, :], other=0.0)
+        numerator = tl.dot(weights.to(value.dtype), value, numerator * decay[:, None], input_precision="ieee")
+        maximum = new_maximum
+    result = numerator / tl.where(denominator == 0.0, 1.0, denominator)[:, None]
+    target = ((query_start + query).to(tl.int64) * NUM_HEADS + head)[:, None] * VALUE_DIM + column[None, :]
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=is_query[:, None] & (column < VALUE_DIM)[None, :])

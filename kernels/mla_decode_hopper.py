@@ -1,0 +1,267 @@
+"""MLA decode on Hopper, in Gluon: cache tiles arrive by bulk copies while the matrix unit works on the tile before.
+
+Same work split, operands and results as `_decode_kernel` in mla_decode.py, which serves every other case.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+TILE = 64  # keys: the M of the matrix unit's instruction
+_ROPE_DIM = 64
+_CACHE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def supports(q: torch.Tensor, cache: torch.Tensor, value_dim: int) -> bool:
+    """The served shapes: R = 512, rope 64, 16 bits, whole tiles in a block, on compute capability 9."""
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and q.element_size() == 2
+        and (value_dim, cache.shape[2] - value_dim) == (512, _ROPE_DIM)
+        and cache.shape[1] % TILE == 0
+        and cache.data_ptr() % 16 == 0
+    )
+
+
+def launch(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    work: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float,
+    heads_per_program: int,
+) -> None:
+    """Fill the rows of `results` (out, partial, partial_lse) that the plan's `work` deals out.
+
+    work:  row_sequences, row_lens, tile_starts, first_rows
+    scale: times log2(e)
+    """
+    num_rows, num_heads, dim = q.shape
+    value_dim = dim - _ROPE_DIM
+    num_groups = -(-num_heads // heads_per_program)
+    num_programs = work[3].shape[0]
+    rows = cache.view(-1, dim)
+    _decode_kernel[(num_programs * num_groups,)](
+        q,
+        TensorDescriptor.from_tensor(rows, [TILE, value_dim], _CACHE_LAYOUT),
+        TensorDescriptor.from_tensor(rows, [TILE, _ROPE_DIM], _CACHE_LAYOUT),
+        block_tables,
+        *work,
+        *results,
+        scale,
+        num_rows,
+        num_programs,
+        block_tables.stride(0),
+        q.stride(0),
+        q.stride(1),
+        NUM_HEADS=num_heads,
+        VALUE_DIM=value_dim,
+        ROPE_DIM=_ROPE_DIM,
+        BLOCK_SIZE=cache.shape[1],
+        HEADS=heads_per_program,
+        KEYS=TILE,
+        num_warps=8 if heads_per_program == 64 else 4,
+    )
+
+
+@gluon.jit
+def _copy_tile(value_rows, rope_rows, table, token, values, ropes, arrived, BLOCK_SIZE: gl.constexpr):
+    """Start the copy of the tile of tokens that begins at `token`; `arrived` completes with it."""
+    slot = gl.load(table + token // BLOCK_SIZE) * BLOCK_SIZE + token % BLOCK_SIZE
+    VALUE_DIM: gl.constexpr = values.shape[1]
+    mbarrier.expect(arrived, values.shape[0] * (VALUE_DIM + ropes.shape[1]) * 2)
+    tma.async_copy_global_to_shared(value_rows, [slot, 0], arrived, values)
+    tma.async_copy_global_to_shared(rope_rows, [slot, VALUE_DIM], arrived, ropes)
+
+
+@gluon.jit
+def _zero_rows(buffer, first, WIDTH: gl.constexpr):
+    """Zero the rows from `first` on: slots past a sequence's end may hold NaN, which a weight of 0 does not silence."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, buffer.shape[0], gl.SliceLayout(1, layout))
+    NUM_COLUMNS: gl.constexpr = buffer.shape[1]
+    for column in gl.static_range(0, NUM_COLUMNS, WIDTH):
+        part = buffer.slice(column, WIDTH, dim=1)
+        kept = part.load(layout)
+        part.store(gl.where((row < first)[:, None], kept, gl.zeros_like(kept)))
+
+
+@gluon.jit
+def _load_query(q_row, head, column_start, target, head_stride, NUM_HEADS: gl.constexpr):
+    """target [HEADS, WIDTH] = q[row, head, column_start:]; heads past the last are 0."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    heads = head + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
+    column = column_start + gl.arange(0, target.shape[1], gl.SliceLayout(0, layout))
+    pointers = q_row + heads[:, None] * head_stride + column[None, :]
+    target.store(gl.load(pointers, mask=(heads < NUM_HEADS)[:, None], other=0.0))
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_programs"])
+def _decode_kernel(
+    q,
+    value_rows,
+    rope_rows,
+    block_tables,
+    row_sequences,
+    row_lens,
+    tile_starts,
+    first_rows,
+    out,
+    partial,
+    partial_lse,
+    scale,
+    num_rows,
+    num_programs,
+    table_stride,
+    q_row_stride,
+    q_head_stride,
+    NUM_HEADS: gl.constexpr,
+    VALUE_DIM: gl.constexpr,
+    ROPE_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HEADS: gl.constexpr,
+    KEYS: gl.constexpr,
+):
+    """One share of the tiles for one group of heads.
+
+    Scores are [KEYS, HEADS] and the numerator [VALUE_DIM, HEADS]: the cache tile is the wide operand of both products
+    and is read in place, as rows and as columns, so 16 heads waste nothing. Two tiles of shared memory: while one is
+    worked on, the other is filled.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    warps: gl.constexpr = gl.num_warps()
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, HEADS * 4 // warps, 16])
+    value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, HEADS, 16])
+    cache_layout: gl.constexpr = value_rows.layout
+    weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEADS], dtype)
+
+    values = gl.allocate_shared_memory(dtype, [2, KEYS, VALUE_DIM], cache_layout)
+    ropes = gl.allocate_shared_memory(dtype, [2, KEYS, ROPE_DIM], cache_layout)
+    q_value = gl.allocate_shared_memory(dtype, [HEADS, VALUE_DIM], cache_layout)
+    q_rope = gl.allocate_shared_memory(dtype, [HEADS, ROPE_DIM], cache_layout)
+    weight_tile = gl.allocate_shared_memory(dtype, [KEYS, HEADS], weight_layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived.index(0), count=1)
+    mbarrier.init(arrived.index(1), count=1)
+    fence_async_shared()
+
+    NUM_GROUPS: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    program = gl.program_id(0) // NUM_GROUPS
+    first_head = gl.program_id(0) % NUM_GROUPS * HEADS
+    num_tiles = gl.load(tile_starts + num_rows)
+    share = (num_tiles + num_programs - 1) // num_programs
+    first_tile = program * share
+    last_tile = gl.minimum(first_tile + share, num_tiles)
+
+    key = gl.arange(0, KEYS, gl.SliceLayout(1, score_layout))
+    maximum = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(0, score_layout))
+    denominator = gl.zeros([KEYS, HEADS], gl.float32, score_layout)
+    numerator = gl.zeros([VALUE_DIM, HEADS], gl.float32, value_layout)
+    no_scores = gl.zeros([KEYS, HEADS], gl.float32, score_layout)
+
+    row = gl.load(first_rows + program)
+    token = 0
+    length = 0
+    table = block_tables
+    if first_tile < last_tile:
+        token = (first_tile - gl.load(tile_starts + row)) * KEYS
+        length = gl.load(row_lens + row)
+        table = block_tables + gl.load(row_sequences + row).to(gl.int64) * table_stride
+        _copy_tile(value_rows, rope_rows, table, token, values.index(0), ropes.index(0), arrived.index(0), BLOCK_SIZE)
+        q_row = q + row.to(gl.int64) * q_row_stride
+        _load_query(q_row, first_head, 0, q_value, q_head_stride, NUM_HEADS)
+        _load_query(q_row, first_head, VALUE_DIM, q_rope, q_head_stride, NUM_HEADS)
+        fence_async_shared()
+    began_here = token == 0
+
+    for tile in range(first_tile, last_tile):
+        stage = (tile - first_tile) % 2
+        phase = (tile - first_tile) // 2 % 2
+        ends_row = token + KEYS >= length
+        next_row = row
+        next_token = token + KEYS
+        next_length = length
+        next_table = table
+        if tile + 1 < last_tile:
+            if ends_row:
+                next_token = 0
+                next_row = row + 1
+                next_length = gl.load(row_lens + next_row)
+                while next_length == 0:
+                    next_row += 1
+                    next_length = gl.load(row_lens + next_row)
+                next_table = block_tables + gl.load(row_sequences + next_row).to(gl.int64) * table_stride
+            _copy_tile(
+                value_rows,
+                rope_rows,
+                next_table,
+                next_token,
+                values.index(1 - stage),
+                ropes.index(1 - stage),
+                arrived.index(1 - stage),
+                BLOCK_SIZE,
+            )
+        tile_values = values.index(stage)
+        tile_ropes = ropes.index(stage)
+        mbarrier.wait(arrived.index(stage), phase)
+        num_keys = length - token
+        if num_keys < KEYS:
+            _zero_rows(tile_values, num_keys, 64)
+            _zero_rows(tile_ropes, num_keys, ROPE_DIM)
+            fence_async_shared()
+        scores = warpgroup_mma(tile_values, q_value.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(tile_ropes, q_rope.permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores]) * scale
+        scores = gl.where((key < num_keys)[:, None], scores, float("-inf"))
+        new_maximum = gl.maximum(maximum, gl.max(scores, axis=0))
+        decay = gl.exp2(maximum - new_maximum)
+        weights = gl.exp2(scores - new_maximum[None, :])
+        maximum = new_maximum
+        # Summed over the keys at the row's end only: a sum over rows crosses warps.
+        denominator = denominator * decay[None, :] + weights
+        weight_tile.store(weights.to(dtype))
+        fence_async_shared()
+        numerator = numerator * gl.convert_layout(decay, gl.SliceLayout(0, value_layout))[None, :]
+        numerator = warpgroup_mma(tile_values.permute((1, 0)), weight_tile, numerator, is_async=True)
+        numerator = warpgroup_mma_wait(0, deps=[numerator])
+
+        if ends_row or tile + 1 == last_tile:
+            total = gl.sum(denominator, axis=0)
+            result = numerator / gl.convert_layout(total, gl.SliceLayout(0, value_layout))[None, :]
+            head = first_head + gl.arange(0, HEADS, gl.SliceLayout(0, value_layout))
+            column = gl.arange(0, VALUE_DIM, gl.SliceLayout(1, value_layout))
+            is_head = (head < NUM_HEADS)[None, :]
+            if ends_row and began_here:
+                target = (row.to(gl.int64) * NUM_HEADS + head)[None, :] * VALUE_DIM + column[:, None]
+                gl.store(out + target, result.to(dtype), mask=is_head)
+            else:
+                entry = (program * 2 + gl.where(began_here, 1, 0)) * NUM_HEADS
+                target = (entry + head).to(gl.int64)[None, :] * VALUE_DIM + column[:, None]
+                gl.store(partial + target, result, mask=is_head)
+                lse_head = first_head + gl.arange(0, HEADS, gl.SliceLayout(0, score_layout))
+                gl.store(partial_lse + entry + lse_head, maximum + gl.log2(total), mask=lse_head < NUM_HEADS)
+            began_here = next_token == 0
+            if tile + 1 < last_tile:
+                q_row = q + next_row.to(gl.int64) * q_row_stride
+                _load_query(q_row, first_head, 0, q_value, q_head_stride, NUM_HEADS)
+                _load_query(q_row, first_head, VALUE_DIM, q_rope, q_head_stride, NUM_HEADS)
+                fence_async_shared()
+            maximum = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(0, score_layout))
+            denominator = gl.zeros([KEYS, HEADS], gl.float32, score_layout)
+            numerator = gl.zeros([VALUE_DIM, HEADS], gl.float32, value_layout)
+        row = next_row
+        token = next_token
+        length = next_length
+        table = next_table
