@@ -1,7 +1,7 @@
 """The configuration, validated once by the builders in main.py and never changed afterwards.
 
-    RouterConfig > VersionConfig, RouterSettings       `args` of app.main:router
-    PoolsConfig > PoolConfig > EngineConfig, PoolSettings   `args` of app.main:pools
+RouterConfig > VersionConfig, RouterSettings       `args` of app.main:router
+PoolsConfig > PoolConfig > EngineConfig, PoolSettings   `args` of app.main:pools
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EngineConfig(FrozenModel):
     @model_validator(mode="after")
     def _chunk_fits_step(self) -> Self:
         if self.max_num_seqs > self.max_batched_tokens:
-            raise ValueError("max_num_seqs: must not exceed max_batched_tokens, a running sequence takes one token a step")
+            raise ValueError("max_num_seqs: must not exceed max_batched_tokens: a sequence takes one token a step")
         return self
 
 
@@ -92,7 +92,8 @@ class PoolsConfig(FrozenModel):
 class RouterSettings(FrozenModel):
     """What may change while the router runs (`user_config`)."""
 
-    weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {}  # share of traffic by application; empty: all equal
+    # share of traffic by application; empty: all equal
+    weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {}
     short_max_cost_tokens: PositiveInt = 2048  # prompt + expected output up to here goes to the short pool
     expected_output_tokens: PositiveInt = 256  # until a bucket has its own running estimate
     default_timeout_s: PositiveFloat | None = None

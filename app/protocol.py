@@ -11,6 +11,7 @@ from app.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 MAX_TOP_LOGPROBS = 20
+MAX_STOP_CHARS = 1024  # of one stop string: text that could begin one is held back
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class SamplingParams:
             _check_range("seed", self.seed, -(2**63), 2**63 - 1)
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop: must not contain an empty string", param="stop")
+        if any(len(text) > MAX_STOP_CHARS for text in self.stop):
+            raise InvalidRequestError(f"stop: strings must be at most {MAX_STOP_CHARS} characters long", param="stop")
         if self.logprobs is not None:
             _check_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
 

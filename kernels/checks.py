@@ -29,9 +29,10 @@ def use_triton(tensor: torch.Tensor, backend: Backend | None) -> bool:
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
     """Raise ValueError unless `tensor` has this shape; None matches any size."""
     actual = tuple(tensor.shape)
-    if len(actual) != len(shape) or any(want is not None and want != got for want, got in zip(shape, actual, strict=True)):
-        want = ", ".join("*" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name}: expected shape [{want}], got {list(actual)}")
+    matches = len(actual) == len(shape) and all(want in (None, got) for want, got in zip(shape, actual, strict=True))
+    if not matches:
+        wanted = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: expected shape [{wanted}], got {list(actual)}")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
