@@ -1,0 +1,204 @@
+"""`python -m kernels.bench [names]`: each kernel on this CUDA card, beside its floor and torch's own where it has one.
+
+A floor is the larger of bytes over the card's copy bandwidth and operations over its matrix rate, both measured first.
+Every kernel is replayed from a CUDA graph, so that launching costs nothing, with the L2 cache flushed before each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton.testing
+
+from kernels.blocks import gather_blocks
+from kernels.mla_decode import mla_decode, plan_mla_decode
+from kernels.mla_prefill import mla_prefill
+
+_BLOCK_SIZE = 64
+_LATENT_DIM, _ROPE_DIM = 512, 64  # DeepSeek-V2, V3, Kimi-K2
+_NOPE_DIM, _VALUE_DIM = 128, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One kernel at one shape: how to run it, what it must move and compute at least."""
+
+    shape: str
+    run: Callable[[], object]
+    num_bytes: int
+    num_operations: int
+    peer: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    kernel: str
+    shape: str
+    time_us: float
+    floor_us: float
+    bandwidth_tb_s: float
+    rate_tflops: float
+    peer_us: float | None
+
+    def line(self) -> str:
+        peer = "" if self.peer_us is None else f"   torch {self.peer_us:9.1f} us"
+        return (
+            f"{self.kernel:12} {self.shape:34} {self.time_us:9.1f} us   floor {self.floor_us:9.1f} us "
+            f"({self.floor_us / self.time_us:4.0%})   {self.bandwidth_tb_s:5.2f} TB/s {self.rate_tflops:6.1f} TF{peer}"
+        )
+
+
+def median_us(run: Callable[[], object]) -> float:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    time_ms: float = triton.testing.do_bench(graph.replay, warmup=20, rep=100, return_mode="median")
+    return 1e3 * time_ms
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written."""
+    source = torch.randn(2**30, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (median_us(lambda: target.copy_(source)) * 1e-6)
+
+
+def matrix_rate() -> float:
+    """bf16 operations per second."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / (median_us(lambda: a @ b) * 1e-6)
+
+
+def _lens(batch: int, context: int) -> torch.Tensor:
+    return torch.full((batch,), context, dtype=torch.int32, device="cuda")
+
+
+def _paged_cache(batch: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random cache and the tables of `batch` sequences, blocks in random order."""
+    blocks = -(-context // _BLOCK_SIZE)
+    dim = _LATENT_DIM + _ROPE_DIM
+    cache = torch.randn(batch * blocks, _BLOCK_SIZE, dim, device="cuda", dtype=torch.bfloat16)
+    return cache, torch.randperm(batch * blocks, device="cuda").to(torch.int32).view(batch, blocks)
+
+
+def decode_works() -> Iterator[Work]:
+    shapes = [(16, 128, 8192), (16, 32, 8192), (16, 16, 32768), (16, 128, 1024), (16, 32, 1024), (16, 1, 1024)]
+    shapes += [(16, 1, 32768), (16, 1, 131072), (64, 128, 8192), (128, 128, 8192), (128, 32, 8192), (128, 1, 131072)]
+    for num_heads, batch, context in shapes:
+        cache, tables = _paged_cache(batch, context)
+        lens = _lens(batch, context)
+        q = torch.randn(batch, num_heads, cache.shape[2], device="cuda", dtype=torch.bfloat16)
+        plan = plan_mla_decode(tables, lens, num_queries=batch, num_heads=num_heads, block_size=_BLOCK_SIZE)
+
+        def run(q=q, cache=cache, tables=tables, lens=lens, plan=plan) -> torch.Tensor:
+            return mla_decode(q, cache, tables, lens, 0.1, _LATENT_DIM, plan=plan)
+
+        yield Work(
+            shape=f"{num_heads} heads, {batch} x {context}",
+            run=run,
+            num_bytes=batch * context * cache.shape[2] * 2 + q.nbytes + batch * num_heads * _LATENT_DIM * 2,
+            num_operations=2 * batch * context * num_heads * (cache.shape[2] + _LATENT_DIM),
+        )
+
+
+def prefill_works() -> Iterator[Work]:
+    for num_heads, batch, length, prefix in ((16, 1, 4096, 0), (16, 1, 16384, 0), (16, 1, 32768, 0), (16, 32, 1024, 0),
+                                             (16, 1, 2048, 30720), (128, 1, 8192, 0)):  # fmt: skip
+        keys = prefix + length
+        q, kv, k_rope = (
+            torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+            for shape in (
+                (batch * length, num_heads, _NOPE_DIM + _ROPE_DIM),
+                (batch * keys, num_heads, _NOPE_DIM + _VALUE_DIM),
+                (batch * keys, _ROPE_DIM),
+            )
+        )
+        query_starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * length
+        key_starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * keys
+        k_nope, v = kv[..., :_NOPE_DIM], kv[..., _NOPE_DIM:]
+
+        def run(q=q, k=k_nope, r=k_rope, v=v, qs=query_starts, ks=key_starts, n=length, m=keys):
+            return mla_prefill(q, k, r, v, qs, ks, 0.1, max_query_len=n, max_key_len=m)
+
+        pairs = length * prefix + length * (length + 1) // 2
+        yield Work(
+            shape=f"{num_heads} heads, {batch} x {length} after {prefix}",
+            run=run,
+            num_bytes=q.nbytes + kv.nbytes + k_rope.nbytes + batch * length * num_heads * _VALUE_DIM * 2,
+            num_operations=2 * batch * pairs * num_heads * (_NOPE_DIM + _ROPE_DIM + _VALUE_DIM),
+            peer=_attention_of_torch(q, k_nope, k_rope, v, batch) if prefix == 0 else None,
+        )
+
+
+def _attention_of_torch(
+    q: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor, batch: int
+) -> Callable[[], object]:
+    """scaled_dot_product_attention over materialised keys, values padded to the keys' width as it needs."""
+    num_heads = q.shape[1]
+    k = torch.cat([k_nope, k_rope.unsqueeze(1).expand(-1, num_heads, -1)], dim=-1)
+    padded = torch.nn.functional.pad(v, (0, k.shape[2] - v.shape[2]))
+    q, k, padded = (t.unflatten(0, (batch, -1)).transpose(1, 2) for t in (q, k, padded))
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, padded, is_causal=True, scale=0.1)
+
+
+def gather_works() -> Iterator[Work]:
+    for batch, context in ((1, 131072), (32, 8192)):
+        cache, tables = _paged_cache(batch, context)
+        lens = _lens(batch, context)
+        key_starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * context
+
+        def run(cache=cache, tables=tables, lens=lens, starts=key_starts, n=batch * context):
+            return gather_blocks(cache, tables, lens, starts, n)
+
+        yield Work(
+            shape=f"{batch} x {context}",
+            run=run,
+            num_bytes=2 * batch * context * cache.shape[2] * 2,
+            num_operations=0,
+            peer=lambda cache=cache, tables=tables: cache[tables.long().flatten()],  # type: ignore[misc]
+        )
+
+
+WORKS: dict[str, Callable[[], Iterator[Work]]] = {
+    "mla_decode": decode_works,
+    "mla_prefill": prefill_works,
+    "gather_blocks": gather_works,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*WORKS, []], help="kernels; all by default")
+    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    arguments = parser.parse_args()
+    bandwidth, rate = copy_bandwidth(), matrix_rate()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, bf16 matrix product {rate / 1e12:.0f} TFLOP/s")
+    figures = []
+    for name in arguments.names or WORKS:
+        for work in WORKS[name]():
+            time_us = median_us(work.run)
+            figure = Figure(
+                kernel=name,
+                shape=work.shape,
+                time_us=time_us,
+                floor_us=1e6 * max(work.num_bytes / bandwidth, work.num_operations / rate),
+                bandwidth_tb_s=work.num_bytes / time_us / 1e6,
+                rate_tflops=work.num_operations / time_us / 1e6,
+                peer_us=None if work.peer is None else median_us(work.peer),
+            )
+            figures.append(figure)
+            print(figure.line(), flush=True)
+    if arguments.out:
+        arguments.out.write_text(json.dumps([asdict(figure) for figure in figures], indent=1))
+
+
+if __name__ == "__main__":
+    main()
