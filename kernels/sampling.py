@@ -10,6 +10,7 @@ from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, 
 
 _MASK = 0xFFFFFFFF
 _FINITE_MAX = torch.finfo(torch.float32).max
+_LANES = 4096  # part of the definition: the order in which a row's weights are added up
 _MIN_TEMPERATURE = 1e-6  # below it every temperature draws the best token
 
 
@@ -36,11 +37,14 @@ def _multiply(value: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One fp32 number in [0, 1) per (seed, position): the top 24 bits of Philox's first word."""
+    """One fp32 number in [0, 1) per (seed, position): the top 23 bits of Philox's first word.
+
+    With 24 bits the product u * sum could round up to the sum itself, past the last token.
+    """
     zero = torch.zeros_like(positions)
     counter = (positions & _MASK, positions >> 32 & _MASK, zero, zero)
     word = philox_4x32_10(counter, (seeds & _MASK, seeds >> 32 & _MASK))[0]
-    return (word >> 8).float() * 2.0**-24
+    return (word >> 9).float() * 2.0**-23
 
 
 def _clean(logits: torch.Tensor) -> torch.Tensor:
@@ -53,35 +57,58 @@ def sample_reference(
     min_ps: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """The definition, by a full sort. Every step is row by row, so a row's token never depends on the batch."""
-    logits, ids = torch.sort(_clean(logits), dim=-1, descending=True, stable=True)
-    # Scaled around the maximum, so that no temperature overflows; a row of -inf alone has no weight anywhere.
-    shifted = logits - logits[:, :1].clamp(min=-_FINITE_MAX)
-    weights = torch.exp(shifted / temperatures.clamp(min=_MIN_TEMPERATURE)[:, None])
+    logits = _clean(logits)
+    weights = _weights(logits, temperatures)
+    drawn = _draw(weights * _kept(logits, weights, top_ks, top_ps), min_ps, uniforms(seeds, positions))
+    return torch.where((temperatures > 0) & (weights.sum(-1) > 0), drawn, logits.argmax(-1))
+
+
+def _weights(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Scaled around the maximum, so that no temperature overflows; a row of -inf alone has no weight anywhere."""
+    best = logits.amax(-1, keepdim=True).clamp(min=-_FINITE_MAX)
+    return torch.exp((logits - best) / temperatures.clamp(min=_MIN_TEMPERATURE)[:, None])
+
+
+def _kept(logits: torch.Tensor, weights: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
+    """The tokens [B, V] that top-k and top-p keep: a prefix of the order (logit descending, id ascending)."""
+    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
     rank = torch.arange(logits.shape[1], device=logits.device)
-    limits = torch.where(top_ks > 0, top_ks, logits.shape[1])
-    weights = weights.masked_fill(rank >= limits[:, None], 0.0)
-    mass = weights.cumsum(-1)
-    kept = (mass - weights < top_ps[:, None] * mass[:, -1:]) & (weights >= min_ps[:, None]) & (weights > 0)
-    last = kept.sum(-1, keepdim=True).sub(1).clamp_(min=0)
-    drawn = (mass <= uniforms(seeds, positions)[:, None] * mass.gather(1, last)).sum(-1, keepdim=True)
-    drawn = torch.where(temperatures[:, None] > 0, torch.minimum(drawn, last), 0)
-    return ids.gather(1, drawn).squeeze(1)
+    limits = torch.where(top_ks > 0, top_ks, logits.shape[1])[:, None]
+    ordered = weights.gather(1, order).masked_fill(rank >= limits, 0.0)
+    mass = ordered.cumsum(-1)
+    is_kept = (rank < limits) & ((mass - ordered < top_ps[:, None] * mass[:, -1:]) | (top_ps[:, None] >= 1.0))
+    is_kept[:, 0] = True
+    return torch.zeros_like(is_kept).scatter_(1, order, is_kept)
+
+
+def _draw(weights: torch.Tensor, min_ps: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The token at which the weights, added up in the order (id mod _LANES, id), exceed number * sum."""
+    num_rows, vocab = weights.shape
+    weights = weights.masked_fill(weights < min_ps[:, None], 0.0)
+    lanes = torch.nn.functional.pad(weights, (0, -vocab % _LANES)).view(num_rows, -1, _LANES)
+    mass = lanes.transpose(1, 2).flatten(1).cumsum(-1)
+    place = (mass <= numbers[:, None] * mass[:, -1:]).sum(-1).clamp_(max=mass.shape[1] - 1)
+    lane, step = place // lanes.shape[1], place % lanes.shape[1]
+    return step * _LANES + lane
 
 
 def _torch_sample(
     logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor,
     min_ps: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Greedy rows by argmax, the others by sorting them."""
+    """Greedy rows by argmax; of the others, those with top-k or top-p are sorted."""
     best, token_ids = logits.max(-1)
-    if bool(best.isnan().any()):
-        token_ids = _clean(logits).argmax(-1)
+    if not bool(best.isfinite().all()):
+        return sample_reference(logits, temperatures, top_ks, top_ps, min_ps, seeds, positions)
     rows = (temperatures > 0).nonzero().squeeze(1)
-    if rows.numel():
-        drawn = sample_reference(
-            logits[rows], temperatures[rows], top_ks[rows], top_ps[rows], min_ps[rows], seeds[rows], positions[rows]
-        )
-        token_ids[rows] = drawn
+    if rows.numel() == 0:
+        return token_ids
+    logits, top_ks, top_ps = logits[rows], top_ks[rows], top_ps[rows]
+    weights = _weights(logits, temperatures[rows])
+    cut = ((top_ks > 0) | (top_ps < 1.0)).nonzero().squeeze(1)
+    if cut.numel():
+        weights[cut] *= _kept(logits[cut], weights[cut], top_ks[cut], top_ps[cut])
+    token_ids[rows] = _draw(weights, min_ps[rows], uniforms(seeds[rows], positions[rows]))
     return token_ids
 
 
@@ -113,7 +140,7 @@ def _around(row_ptr, V, best, temperature, key, BLOCK: tl.constexpr):
     above = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
     equal = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, loop_unroll_factor=4):
         logits, ids = _load(row_ptr, start, V, BLOCK)
         keys = _key(logits)
         above += (keys > key).to(tl.int32)
@@ -124,11 +151,9 @@ def _around(row_ptr, V, best, temperature, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _crossing(
-    row_ptr, V, best, temperature, lowest, target,
-    BY_COUNT: tl.constexpr, STRICT: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """The largest key in the row such that the logits from it on number (BY_COUNT) or weigh at least `target`,
-    or more than it if STRICT.
+    row_ptr, V, best, temperature, lowest, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr
+):
+    """The largest key in the row such that the logits from it on number (BY_COUNT) or weigh at least `target`.
 
     It lies in [low, high): each pass over the row cuts the interval into T + 1 parts, until it holds one logit.
     """
@@ -141,7 +166,7 @@ def _crossing(
         thresholds = low + (high - low) * (index + 1) // (T + 1)
         counts = tl.zeros([BLOCK, T], tl.int32)
         masses = tl.zeros([BLOCK, T], tl.float32)
-        for start in range(0, V, BLOCK):
+        for start in tl.range(0, V, BLOCK, loop_unroll_factor=2):
             logits, ids = _load(row_ptr, start, V, BLOCK)
             reaches = (_key(logits)[:, None] >= thresholds.to(tl.int32)[None, :]) & (ids < V)[:, None]
             counts += reaches.to(tl.int32)
@@ -150,98 +175,115 @@ def _crossing(
         count = tl.sum(counts, axis=0)
         if BY_COUNT:
             passes = count >= target
-        elif STRICT:
-            passes = tl.sum(masses, axis=0) > target
         else:
             passes = tl.sum(masses, axis=0) >= target
         low = tl.max(tl.where(passes, thresholds, low), axis=0)
         high = tl.min(tl.where(passes, high, thresholds), axis=0)
         count_low = tl.min(tl.where(passes, count, count_low), axis=0)
         count_high = tl.max(tl.where(passes, count_high, count), axis=0)
-    return _smallest_key(row_ptr, V, low, BLOCK)
-
-
-@triton.jit
-def _smallest_key(row_ptr, V, bound, BLOCK: tl.constexpr):
-    """The smallest key in the row that is at least `bound`; there is one."""
     smallest = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
-    for start in range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, loop_unroll_factor=4):
         logits, ids = _load(row_ptr, start, V, BLOCK)
         keys = _key(logits)
-        smallest = tl.minimum(smallest, tl.where((keys >= bound) & (ids < V), keys, 0x7FFFFFFF))
+        smallest = tl.minimum(smallest, tl.where((keys >= low) & (ids < V), keys, 0x7FFFFFFF))
     return tl.min(smallest, axis=0)
 
 
 @triton.jit
-def _ties(target, mass, weight, limit):
-    """Which of `limit` equal logits of this weight, counted from 0, brings `mass` past `target`."""
-    return tl.minimum(tl.maximum((target - mass) / tl.maximum(weight, 1e-38), 0.0), (limit - 1).to(tl.float32))
+def _nth_equal(row_ptr, V, key, n, BLOCK: tl.constexpr):
+    """The id of the n-th logit equal to `key`, counted from 1."""
+    seen = 0
+    last = -1
+    for start in range(0, V, BLOCK):
+        logits, ids = _load(row_ptr, start, V, BLOCK)
+        is_equal = (_key(logits) == key) & (ids < V)
+        rank = seen + tl.cumsum(is_equal.to(tl.int32), axis=0)
+        last = tl.maximum(last, tl.max(tl.where(is_equal & (rank <= n), ids, -1), axis=0))
+        seen += tl.sum(is_equal.to(tl.int32), axis=0)
+    return last
+
+
+@triton.jit
+def _first_past(weights, target, WIDTH: tl.constexpr):
+    """The first index at which the running sum of `weights` passes `target`, and the sum before it."""
+    index = tl.arange(0, WIDTH)
+    mass = tl.cumsum(weights, axis=0)
+    # A parallel scan may step at a zero weight by rounding, or end below the target: stay on positive weights.
+    first = tl.min(tl.where((mass > target) & (weights > 0.0), index, WIDTH), axis=0)
+    last = tl.max(tl.where(weights > 0.0, index, 0), axis=0)
+    found = tl.minimum(first, last)
+    return found, tl.sum(tl.where(index == found, mass - weights, 0.0), axis=0)
 
 
 @triton.jit(do_not_specialize=["V"])
 def _sample_kernel(
     logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr, out_ptr, V,
-    MIN_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
+    MIN_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """One row per program. Kept are all logits above `cut` and the first `ties` of those equal to it."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * V
-    best = -float("inf")
-    token = 0
-    for start in range(0, V, BLOCK):
-        logits, _ = _load(row_ptr, start, V, BLOCK)
-        value, at = tl.max(logits, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        token = tl.where(value > best, start + at, token)
-        best = tl.maximum(best, value)
+    lane_best = tl.full([BLOCK], -float("inf"), tl.float32)
+    lane_id = tl.arange(0, BLOCK)
+    for start in tl.range(0, V, BLOCK, loop_unroll_factor=4):
+        logits, ids = _load(row_ptr, start, V, BLOCK)
+        lane_id = tl.where(logits > lane_best, ids, lane_id)
+        lane_best = tl.maximum(lane_best, logits)
+    best = tl.max(lane_best, axis=0)
+    token = tl.min(tl.where(lane_best == best, lane_id, V), axis=0)
     temperature = tl.load(temperatures_ptr + row)
     if (temperature > 0.0) & (best > -float("inf")):
         temperature = tl.maximum(temperature, MIN_TEMPERATURE)
-        # Tokens below weigh under 1e-13 of the best one: no search by weight ends there.
-        bottom = _key(best - 30.0 * temperature)
         top_k = tl.load(top_ks_ptr + row)
-        cut = _key(best * 0.0 - float("inf"))
-        if (top_k > 0) & (top_k < V):
-            cut = _crossing(row_ptr, V, best, temperature, cut, top_k, True, False, BLOCK, T)
-        above, mass, ties = _around(row_ptr, V, best, temperature, cut, BLOCK)
-        if (top_k > 0) & (top_k < V):
-            ties = top_k - above
         top_p = tl.load(top_ps_ptr + row)
-        if top_p < 1.0:
-            target = top_p * (mass + ties * _weight(cut, best, temperature))
-            if target <= mass:
-                lowest = tl.maximum(cut, bottom)
-                cut = _crossing(row_ptr, V, best, temperature, lowest, target, False, False, BLOCK, T)
-                above, mass, ties = _around(row_ptr, V, best, temperature, cut, BLOCK)
-            ties = tl.maximum(tl.ceil(_ties(target, mass, _weight(cut, best, temperature), ties + 1)), 1.0).to(tl.int32)
+        cut = _key(best * 0.0 - float("inf"))  # keeps everything: -inf weighs nothing
+        last_tie = V
+        has_top_k = (top_k > 0) & (top_k < V)
+        if has_top_k | (top_p < 1.0):
+            if has_top_k:
+                cut = _crossing(row_ptr, V, best, temperature, cut, top_k, True, BLOCK, T)
+            above, mass, equal = _around(row_ptr, V, best, temperature, cut, BLOCK)
+            ties = equal
+            if has_top_k:
+                ties = top_k - above
+            if top_p < 1.0:
+                target = top_p * (mass + ties * _weight(cut, best, temperature))
+                if target <= mass:
+                    # Tokens 30 temperatures below the best weigh under 1e-13 of it: no prefix of weight ends there.
+                    lowest = tl.maximum(cut, _key(best - 30.0 * temperature))
+                    cut = _crossing(row_ptr, V, best, temperature, lowest, target, False, BLOCK, T)
+                    above, mass, equal = _around(row_ptr, V, best, temperature, cut, BLOCK)
+                    ties = equal
+                needed = tl.ceil((target - mass) / tl.maximum(_weight(cut, best, temperature), 1e-38))
+                ties = tl.minimum(tl.maximum(needed, 1.0), ties.to(tl.float32)).to(tl.int32)
+            if ties < equal:
+                last_tie = _nth_equal(row_ptr, V, cut, ties, BLOCK)
         min_p = tl.load(min_ps_ptr + row)
-        if _weight(cut, best, temperature) < min_p:
-            bound = 0x7FFFFFFF
-            for start in range(0, V, BLOCK):
-                logits, _ = _load(row_ptr, start, V, BLOCK)
-                heavy = tl.exp((logits - best) / temperature) >= min_p
-                bound = tl.minimum(bound, tl.min(tl.where(heavy, _key(logits), 0x7FFFFFFF), axis=0))
-            cut = tl.minimum(bound, _key(best))
-            above, mass, ties = _around(row_ptr, V, best, temperature, cut, BLOCK)
+        lanes = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, V, BLOCK, loop_unroll_factor=4):
+            logits, ids = _load(row_ptr, start, V, BLOCK)
+            lanes += _kept_weights(logits, ids, best, temperature, cut, last_tie, min_p)
         position = tl.load(positions_ptr + row)
         low_word = (position & 0xFFFFFFFF).to(tl.uint32)
         high_word = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
         word, _, _, _ = tl.philox(tl.load(seeds_ptr + row), low_word, high_word, low_word * 0, low_word * 0)
-        uniform = (word >> 8).to(tl.float32) * 5.9604644775390625e-08
-        target = uniform * (mass + ties * _weight(cut, best, temperature))
-        if target < mass:
-            lowest = tl.maximum(cut, bottom)
-            cut = _crossing(row_ptr, V, best, temperature, lowest, target, False, True, BLOCK, T)
-            above, mass, ties = _around(row_ptr, V, best, temperature, cut, BLOCK)
-        wanted = _ties(target, mass, _weight(cut, best, temperature), ties).to(tl.int32)
-        seen = 0
-        for start in range(0, V, BLOCK):
-            logits, ids = _load(row_ptr, start, V, BLOCK)
-            is_tie = (_key(logits) == cut) & (ids < V)
-            rank = seen + tl.cumsum(is_tie.to(tl.int32), axis=0) - 1
-            found = tl.max(tl.where(is_tie & (rank == wanted), ids, -1), axis=0)
-            token = tl.where(found >= 0, found, token)
-            seen += tl.sum(is_tie.to(tl.int32), axis=0)
+        target = (word >> 9).to(tl.float32) * 1.1920928955078125e-07 * tl.sum(lanes, axis=0)
+        lane, before = _first_past(lanes, target, BLOCK)
+        ids = lane + tl.arange(0, STEPS) * BLOCK
+        logits = tl.load(row_ptr + ids, mask=ids < V, other=-float("inf"))
+        logits = tl.minimum(tl.where(logits == logits, logits, -float("inf")), 3.4028234663852886e38)
+        weights = _kept_weights(logits, ids, best, temperature, cut, last_tie, min_p)
+        step, _ = _first_past(weights, target - before, STEPS)
+        token = lane + step * BLOCK
     tl.store(out_ptr + row, token)
+
+
+@triton.jit
+def _kept_weights(logits, ids, best, temperature, cut, last_tie, min_p):
+    keys = _key(logits)
+    weights = tl.exp((logits - best) / temperature)
+    is_kept = ((keys > cut) | ((keys == cut) & (ids <= last_tie))) & (weights >= min_p)
+    return tl.where(is_kept, weights, 0.0)
 
 
 def sample(
@@ -252,8 +294,9 @@ def sample(
 
     With the tokens sorted by (logit descending, id ascending) and w = exp((logit - max) / temperature), a prefix is
     kept: at most top_k tokens; of these the shortest prefix with at least top_p of their weight; of these the ones
-    with w >= min_p (the best token has w = 1). The best token is always kept. The row's token is the first one at
-    which the kept weights, added up in that order, exceed u times their sum.
+    with w >= min_p (the best token has w = 1). The best token is always kept. The row's token is the one at which
+    the kept weights, added up in the order (id mod 4096, id), exceed u times their sum: a fixed order that needs no
+    sort and lets 4096 sums run side by side.
 
     Args:
         logits:       [B, V] fp32, contiguous. NaN counts as -inf, +inf as the largest finite number;
@@ -262,7 +305,7 @@ def sample(
         top_ks:       [B] int32; 0 is off
         top_ps:       [B] fp32; 1 is off
         min_ps:       [B] fp32; 0 is off
-        seeds, positions: [B] int64; u = Philox4x32-10(key = seed, counter = position), its top 24 bits
+        seeds, positions: [B] int64; u = Philox4x32-10(key = seed, counter = position), its top 23 bits
     Returns: [B] int64, freshly allocated. A row's token does not depend on the other rows.
     Raises:  ValueError on shape, dtype or stride
     Accuracy: fp32 sums: a draw within 1e-5 of a boundary between two tokens may give either
@@ -289,9 +332,10 @@ def sample(
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        block = min(4096, triton.next_power_of_2(vocab))
+        block = min(_LANES, triton.next_power_of_2(vocab))
         _sample_kernel[(num_rows,)](
             logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, out, vocab,
-            MIN_TEMPERATURE=_MIN_TEMPERATURE, BLOCK=block, T=4, num_warps=min(max(block // 128, 1), 16),
+            MIN_TEMPERATURE=_MIN_TEMPERATURE, BLOCK=block, STEPS=triton.next_power_of_2(triton.cdiv(vocab, block)),
+            T=4, num_warps=min(max(block // 128, 1), 16),
         )  # fmt: skip
     return out
