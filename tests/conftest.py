@@ -1,12 +1,17 @@
-"""Set before any kernel is imported: without a GPU, Triton kernels run in Triton's interpreter."""
+"""Settings that must be there before any kernel or test is imported."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+from hypothesis import HealthCheck, settings
 
-# `@triton.jit` reads the variable when the kernel is defined. CPU tensors take the torch path unless a test forces
-# the Triton backend, so the variable changes nothing for the other tests.
+# The same examples each time, however slow the machine: a red run is a defect, not bad luck.
+settings.register_profile("longspan", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("longspan")
+
+# Without a GPU, Triton kernels run in its interpreter. `@triton.jit` reads the variable when a kernel is defined. CPU
+# tensors take the torch path unless a test forces the Triton backend, so it changes nothing for the other tests.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

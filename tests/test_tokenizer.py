@@ -105,7 +105,7 @@ def test_message_content_cannot_write_control_tokens(content: str) -> None:
 
 
 @given(st.lists(st.sampled_from(["<|", "|>", "<", "|", ">", "user", "end", "\ufdd0", " ", "é"]), max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_message_content_writes_control_tokens(parts: list[str]) -> None:
     content = "".join(parts)
     ids = TOKENIZER.apply_chat_template([{"role": "user", "content": content}, {"role": "user", "content": content}])
@@ -217,7 +217,7 @@ CUTS = st.lists(st.integers(0, 1000), max_size=8)
 
 
 @given(ids=TOKEN_IDS, cuts=CUTS, skip=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_split_gives_the_text_of_the_whole(ids: list[int], cuts: list[int], skip: bool) -> None:
     detokenizer = Detokenizer(TOKENIZER, skip_special_tokens=skip)
     text = "".join(detokenizer.add(piece) for piece in pieces(ids, cuts)) + detokenizer.finish()
@@ -242,7 +242,7 @@ def cut_at_stop(ids: list[int], stop: tuple[str, ...]) -> tuple[str, str | None,
     stop=st.lists(st.text(alphabet="ab 日🙂", min_size=1, max_size=4), max_size=4),
     cuts=CUTS,
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_stop_strings_across_chunks_and_tokens(words: list[str], stop: list[str], cuts: list[int]) -> None:
     ids = [token_id for word in words for token_id in TOKENIZER.encode(word)]
     expected, stopped_by, end = cut_at_stop(ids, tuple(stop))
