@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -122,33 +123,31 @@ def _gate_up_kernel(
     D: tl.constexpr, INTER: tl.constexpr, TOP_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """hidden[r] = silu(gate) * up of the token in sorted row r."""
+    """hidden[r] = silu(gate) * up of the token in sorted row r. Each program walks over tiles."""
     columns: tl.constexpr = (INTER + BLOCK_N - 1) // BLOCK_N
-    pid = tl.program_id(0)
     num_blocks = tl.load(num_blocks_ptr)
-    if pid >= num_blocks * columns:
-        return
-    block, column = _tile_of(pid, num_blocks, columns, GROUP)
-    expert = tl.load(block_experts_ptr + block)
-    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    pair = tl.load(rows_ptr + row)
-    is_pair = pair < num_pairs
     k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * D + k[None, :]
-    gate_row = expert * (2 * INTER) + column * BLOCK_N
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, D, BLOCK_K):
-        if D % BLOCK_K == 0:
-            x = tl.load(x_ptrs + start, mask=is_pair[:, None], other=0.0)
-        else:
-            x = tl.load(x_ptrs + start, mask=is_pair[:, None] & (k[None, :] < D - start), other=0.0)
-        gate = tl.dot(x, gate_up_desc.load([gate_row, start]).T, gate, input_precision=PRECISION)
-        up = tl.dot(x, gate_up_desc.load([gate_row + INTER, start]).T, up, input_precision=PRECISION)
-    hidden = gate / (1.0 + tl.exp(-gate)) * up
-    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    out_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * INTER + n[None, :]
-    tl.store(out_ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=n[None, :] < INTER)
+    for tile in tl.range(tl.program_id(0), num_blocks * columns, tl.num_programs(0)):
+        block, column = _tile_of(tile, num_blocks, columns, GROUP)
+        expert = tl.load(block_experts_ptr + block)
+        row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        pair = tl.load(rows_ptr + row)
+        is_pair = pair < num_pairs
+        x_ptrs = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * D + k[None, :]
+        gate_row = expert * (2 * INTER) + column * BLOCK_N
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, D, BLOCK_K):
+            if D % BLOCK_K == 0:
+                x = tl.load(x_ptrs + start, mask=is_pair[:, None], other=0.0)
+            else:
+                x = tl.load(x_ptrs + start, mask=is_pair[:, None] & (k[None, :] < D - start), other=0.0)
+            gate = tl.dot(x, gate_up_desc.load([gate_row, start]).T, gate, input_precision=PRECISION)
+            up = tl.dot(x, gate_up_desc.load([gate_row + INTER, start]).T, up, input_precision=PRECISION)
+        hidden = gate / (1.0 + tl.exp(-gate)) * up
+        n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        out_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * INTER + n[None, :]
+        tl.store(out_ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=n[None, :] < INTER)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -157,25 +156,26 @@ def _down_kernel(
     D: tl.constexpr, INTER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = weights[pair] * down @ hidden of the pair's sorted row."""
+    """out[pair] = weights[pair] * down @ hidden of the pair's sorted row.
+
+    `flatten` makes one loop of tiles and steps, so that a tile's first loads run during the last one's stores:
+    4 to 20% here; the gate and up GEMM, which gathers rows through an index, loses by it.
+    """
     columns: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
-    pid = tl.program_id(0)
     num_blocks = tl.load(num_blocks_ptr)
-    if pid >= num_blocks * columns:
-        return
-    block, column = _tile_of(pid, num_blocks, columns, GROUP)
-    expert = tl.load(block_experts_ptr + block)
-    pair = tl.load(rows_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-    is_pair = pair < num_pairs
-    down_row = expert * D + column * BLOCK_N
-    out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, INTER, BLOCK_K):
-        hidden = hidden_desc.load([block * BLOCK_M, start])
-        out = tl.dot(hidden, down_desc.load([down_row, start]).T, out, input_precision=PRECISION)
-    out *= tl.load(weights_ptr + pair, mask=is_pair, other=0.0)[:, None]
-    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * D + n[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_pair[:, None] & (n[None, :] < D))
+    for tile in tl.range(tl.program_id(0), num_blocks * columns, tl.num_programs(0), flatten=True):
+        block, column = _tile_of(tile, num_blocks, columns, GROUP)
+        down_row = tl.load(block_experts_ptr + block) * D + column * BLOCK_N
+        out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, INTER, BLOCK_K):
+            hidden = hidden_desc.load([block * BLOCK_M, start])
+            out = tl.dot(hidden, down_desc.load([down_row, start]).T, out, input_precision=PRECISION)
+        pair = tl.load(rows_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+        is_pair = pair < num_pairs
+        out *= tl.load(weights_ptr + pair, mask=is_pair, other=0.0)[:, None]
+        n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * D + n[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_pair[:, None] & (n[None, :] < D))
 
 
 @triton.jit
@@ -202,6 +202,7 @@ class Tile:
     depth: int  # of the reduction, per step
     num_warps: int
     num_stages: int
+    programs: int  # per multiprocessor
     group: int = 8  # row blocks that walk the columns together
 
 
@@ -215,13 +216,16 @@ class ExpertTiles:
     down: Tile
 
 
+# Measured on an H200 with 64 experts, 6 per token, 2048 -> 2 x 1408 -> 2048 in bf16 (kernels/RESULTS.md).
 TILES_16BIT = (
-    ExpertTiles(8, 16, Tile(64, 128, 4, 4, 1), Tile(64, 128, 4, 4, 1)),
-    ExpertTiles(48, 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
-    ExpertTiles(float("inf"), 128, Tile(128, 64, 8, 3), Tile(256, 64, 8, 3)),
+    ExpertTiles(4, 16, Tile(64, 128, 4, 3, 2, 1), Tile(64, 128, 4, 4, 2, 1)),
+    ExpertTiles(16, 16, Tile(128, 128, 4, 3, 1, 1), Tile(64, 128, 4, 4, 2, 1)),
+    ExpertTiles(96, 64, Tile(64, 64, 4, 3, 3), Tile(128, 64, 4, 3, 2)),
+    ExpertTiles(400, 128, Tile(128, 64, 8, 4, 1), Tile(256, 64, 8, 4, 1)),
+    ExpertTiles(float("inf"), 128, Tile(128, 64, 8, 3, 1), Tile(128, 64, 4, 3, 2)),
 )
 # fp32 serves parity checks: its products are exact, not TF32, so they run on the ordinary arithmetic units.
-TILES_32BIT = (ExpertTiles(float("inf"), 16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),)
+TILES_32BIT = (ExpertTiles(float("inf"), 16, Tile(32, 32, 4, 2, 4), Tile(32, 32, 4, 2, 4)),)
 
 
 def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTiles:
@@ -243,13 +247,14 @@ def _triton_experts(
     _sort_kernel[(num_experts,)](
         ids, rows, block_experts, num_blocks, num_pairs,
         E=num_experts, BINS=triton.next_power_of_2(num_experts + 1), BLOCK_M=tiles.rows,
-        CHUNK=min(2048, max(128, triton.next_power_of_2(num_pairs))), num_warps=4 if num_pairs <= 1024 else 8,
+        CHUNK=min(8192, max(256, triton.next_power_of_2(num_pairs // 4))), num_warps=8,
     )  # fmt: skip
     hidden = torch.empty(len(rows), inter, dtype=x.dtype, device=device)
     parts = torch.empty(num_pairs, dim, dtype=x.dtype, device=device)
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    processors = _num_multiprocessors(device)
     tile = tiles.gate_up
-    _gate_up_kernel[(max_blocks * triton.cdiv(inter, tile.columns),)](
+    _gate_up_kernel[(min(max_blocks * triton.cdiv(inter, tile.columns), tile.programs * processors),)](
         x, _descriptor(gate_up.view(-1, dim), tile.columns, tile.depth), hidden,
         rows, block_experts, num_blocks, num_pairs,
         D=dim, INTER=inter, TOP_K=top_k, PRECISION=precision,
@@ -257,7 +262,7 @@ def _triton_experts(
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     tile = tiles.down
-    _down_kernel[(max_blocks * triton.cdiv(dim, tile.columns),)](
+    _down_kernel[(min(max_blocks * triton.cdiv(dim, tile.columns), tile.programs * processors),)](
         _descriptor(hidden, tiles.rows, tile.depth), _descriptor(down.view(-1, inter), tile.columns, tile.depth),
         weights, parts, rows, block_experts, num_blocks, num_pairs,
         D=dim, INTER=inter, PRECISION=precision,
@@ -270,6 +275,11 @@ def _triton_experts(
         parts, ids, out, E=num_experts, D=dim, TOP_K=top_k, BLOCK_D=block
     )
     return out
+
+
+@lru_cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
