@@ -16,7 +16,7 @@ from app.errors import LongspanError
 from app.protocol import EngineStats, GenerateRequest, TokenChunk
 from app.serving.monitor import ReplicaReport
 from app.serving.routing import PoolLimits, PoolName
-from app.serving.streaming import Pacer, stream_text
+from app.serving.streaming import Channel, Pacer, SequenceGroup, StreamItem
 from app.tokenizer import Tokenizer
 
 logger = logging.getLogger("ray.serve")
@@ -27,7 +27,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class Replica:
-    """The deployment class. An item of `generate` is a list of chunks, or the error that ends the stream."""
+    """The deployment class."""
 
     def __init__(self, pool: PoolName, source: ModelSource, config: PoolConfig) -> None:
         # Imported here: the router and the controller never load torch.
@@ -44,6 +44,7 @@ class Replica:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._engine.start()
         self._pacer = Pacer()
+        self._channels: dict[str, Channel] = {}  # by router
         limits = self._engine.limits
         self._limits = PoolLimits(limits.max_model_len, limits.vocab_size, self._engine.version)
         self._reporter = asyncio.create_task(self._report_forever())
@@ -53,20 +54,39 @@ class Replica:
         self._settings = load_config(PoolSettings, user_config, where="user_config")
 
     async def generate(
-        self, requests: tuple[GenerateRequest, ...]
-    ) -> AsyncGenerator[list[TokenChunk] | LongspanError, None]:
+        self, requests: tuple[GenerateRequest, ...], router_id: str
+    ) -> AsyncGenerator[StreamItem | LongspanError, None]:
         """Run the sequences of one prompt together: all or none are admitted; cancelling the call aborts them.
 
         Expected errors travel as items, because Serve logs a traceback for each exception.
         """
+        group = SequenceGroup(requests, self._tokenizer, self._pacer)
+
+        def find_channel() -> Channel | None:
+            channel = self._channels.get(router_id)
+            return channel if channel is not None and channel.is_open else None
+
         try:
             for request in requests:
                 self._engine.validate(request)
-            async with aclosing(stream_text(self._engine, self._tokenizer, requests, self._pacer)) as items:
+            async with aclosing(group.run(self._engine, find_channel)) as items:
                 async for item in items:
                     yield item
         except LongspanError as error:
             yield error
+
+    async def channel(self, router_id: str, channel_id: str) -> AsyncGenerator[tuple[TokenChunk, ...], None]:
+        """Carry the chunks of all this router's requests here; ends at once if it has a channel already."""
+        if router_id in self._channels:
+            return
+        channel = self._channels[router_id] = Channel(channel_id, self._pacer)
+        try:
+            async with aclosing(channel.items()) as items:
+                async for item in items:
+                    yield item
+        finally:
+            del self._channels[router_id]
+            channel.close()
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

@@ -1,30 +1,54 @@
-"""Inside a replica: an engine's tokens -> text chunks, coalesced so that one item crosses processes per window.
+r"""Inside a replica: an engine's tokens -> text chunks, gathered so that few items cross processes.
 
-An item on its way from a replica through the router to the proxy costs some 2.5 ms of CPU, so the first tokens leave
-at once and later ones gather for a window that grows with the number of live streams.
+    engine --> TextStream --> Collector of the request's own stream --+--> router
+                         \-> Collector of the router's channel     --+
+
+An item on its way from a replica through the router to the proxy costs some 2.5 ms of CPU. So the first tokens leave at
+once by the request's own stream, and as soon as the router has a channel to this replica, the rest of all its requests
+leave by that, one item per window. The request's own stream then stays open, silent: cancelling it aborts the request.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from app.errors import LongspanError
+from app.errors import EngineError, LongspanError, UnavailableError
 from app.protocol import GenerateRequest, TokenChunk
 from app.tokenizer import Detokenizer, Tokenizer
 
 MIN_WINDOW_S = 0.020
-STREAM_WINDOW_S = 0.005  # per live stream: half a core at most
+STREAM_WINDOW_S = 0.005  # per live stream: the proxy's share of the cost stays within half a core
 MAX_WINDOW_S = 0.200
+CHANNEL_IDLE_S = 5.0  # a channel ends after that long without sequences, so that a replica can drain
+
+
+@dataclass(frozen=True, slots=True)
+class StreamItem:
+    """One item of a request's own stream."""
+
+    chunks: tuple[TokenChunk, ...]  # at most one per sequence
+    moved_to: str | None = None  # the channel that carries all later chunks
 
 
 class Generator(Protocol):
     """The part of Engine that streams."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]: ...
+
+
+class Pacer:
+    """The window shared by all streams of a replica."""
+
+    def __init__(self) -> None:
+        self.num_streams = 0
+
+    @property
+    def window_s(self) -> float:
+        return min(MAX_WINDOW_S, max(MIN_WINDOW_S, STREAM_WINDOW_S * self.num_streams))
 
 
 class TextStream:
@@ -56,89 +80,161 @@ class TextStream:
         )
 
 
-class Pacer:
-    """The window shared by all streams of a replica."""
-
-    def __init__(self) -> None:
-        self.num_streams = 0
-
-    @property
-    def window_s(self) -> float:
-        return min(MAX_WINDOW_S, max(MIN_WINDOW_S, STREAM_WINDOW_S * self.num_streams))
-
-
-async def stream_text(
-    engine: Generator, tokenizer: Tokenizer, requests: Sequence[GenerateRequest], pacer: Pacer
-) -> AsyncGenerator[list[TokenChunk], None]:
-    """Run `requests` together; each item holds at most one chunk per request. Closing it aborts what still runs.
-
-    Raises LongspanError if a sequence fails; what the others gathered until then is yielded first.
-    """
-    pending: dict[str, TokenChunk] = {}
-    wake = asyncio.Event()
-    all_ended = asyncio.Event()
-    failures: list[LongspanError] = []
-
-    async def pump(request: GenerateRequest) -> None:
-        texts = TextStream(tokenizer, request)
-        try:
-            async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
-                    added = texts.add(chunk)
-                    earlier = pending.get(request.request_id)
-                    pending[request.request_id] = added if earlier is None else join_chunks(earlier, added)
-                    wake.set()
-                    if added.finish_reason is not None:
-                        return
-        except LongspanError as error:
-            failures.append(error)
-
-    tasks = {asyncio.create_task(pump(request)) for request in requests}
-
-    def on_done(task: asyncio.Task[None]) -> None:
-        tasks.discard(task)
-        if not tasks or failures or (not task.cancelled() and task.exception() is not None):
-            all_ended.set()
-            wake.set()
-
-    for task in tuple(tasks):
-        task.add_done_callback(on_done)
-    pacer.num_streams += len(requests)
-    running = tuple(tasks)
-    try:
-        while True:
-            await wake.wait()
-            wake.clear()
-            if pending:
-                item = list(pending.values())
-                pending.clear()
-                yield item
-            if all_ended.is_set() and not pending:
-                break
-            await _sleep_unless(all_ended, pacer.window_s)
-        for task in running:
-            if task.done() and not task.cancelled():
-                task.result()
-        if failures:
-            raise failures[0]
-    finally:
-        pacer.num_streams -= len(requests)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-
-async def _sleep_unless(event: asyncio.Event, delay_s: float) -> None:
-    try:
-        async with asyncio.timeout(delay_s):
-            await event.wait()
-    except TimeoutError:
-        pass
-
-
 def join_chunks(first: TokenChunk, second: TokenChunk) -> TokenChunk:
     """Two consecutive chunks of one sequence as one."""
     logprobs = first.logprobs if second.logprobs is None else (first.logprobs or ()) + second.logprobs
     return replace(
         second, token_ids=first.token_ids + second.token_ids, logprobs=logprobs, text=first.text + second.text
     )
+
+
+class Collector:
+    """Chunks that wait to leave: the first batch at once, later ones a window apart, a sequence's end at once."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
+        self._chunks: dict[str, TokenChunk] = {}
+        self._wake = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._next_batch_s = 0.0
+
+    def add(self, chunk: TokenChunk) -> None:
+        earlier = self._chunks.get(chunk.request_id)
+        self._chunks[chunk.request_id] = chunk if earlier is None else join_chunks(earlier, chunk)
+        self._wake.set()
+        if chunk.finish_reason is not None:
+            self._urgent.set()
+
+    def flush(self) -> None:
+        """Let a waiting `batch` return now, even with nothing."""
+        self._wake.set()
+        self._urgent.set()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._chunks
+
+    def take(self) -> tuple[TokenChunk, ...]:
+        batch = tuple(self._chunks.values())
+        self._chunks.clear()
+        self._wake.clear()
+        self._urgent.clear()
+        return batch
+
+    async def batch(self) -> tuple[TokenChunk, ...]:
+        """Wait for the next batch."""
+        loop = asyncio.get_running_loop()
+        await self._wake.wait()
+        delay_s = self._next_batch_s - loop.time()
+        if delay_s > 0.0:
+            await _wait_at_most(self._urgent, delay_s)
+        self._next_batch_s = loop.time() + self._pacer.window_s
+        return self.take()
+
+
+async def _wait_at_most(event: asyncio.Event, delay_s: float) -> bool:
+    """True if the event was set in time."""
+    try:
+        async with asyncio.timeout(delay_s):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
+
+class Channel:
+    """What carries the chunks of one router's sequences on this replica."""
+
+    def __init__(self, channel_id: str, pacer: Pacer) -> None:
+        self.channel_id = channel_id
+        self.collector = Collector(pacer)
+        self.groups: set[SequenceGroup] = set()
+        self.is_open = True
+
+    async def items(self) -> AsyncGenerator[tuple[TokenChunk, ...], None]:
+        """An empty item that says the channel is open, then batches, until it has been idle."""
+        yield ()
+        while True:
+            try:
+                async with asyncio.timeout(CHANNEL_IDLE_S):
+                    batch = await self.collector.batch()
+            except TimeoutError:
+                if not self.groups:
+                    self.is_open = False
+                    return
+                continue
+            yield batch
+
+    def close(self) -> None:
+        """Fail the requests that depend on it: what was under way is lost."""
+        self.is_open = False
+        for group in tuple(self.groups):
+            group.fail(UnavailableError("the stream to the router broke"))
+
+
+class SequenceGroup:
+    """The sequences of one prompt, run together; what one of them fails with ends all."""
+
+    def __init__(self, requests: Sequence[GenerateRequest], tokenizer: Tokenizer, pacer: Pacer) -> None:
+        self._requests = requests
+        self._tokenizer = tokenizer
+        self._pacer = pacer
+        self._own = Collector(pacer)
+        self._target = self._own
+        self._num_running = len(requests)
+        self._failure: LongspanError | None = None
+        self._ended = asyncio.Event()
+
+    def fail(self, error: LongspanError) -> None:
+        self._failure = self._failure or error
+        self._ended.set()
+        self._own.flush()
+
+    async def run(
+        self, engine: Generator, find_channel: Callable[[], Channel | None]
+    ) -> AsyncGenerator[StreamItem, None]:
+        """Items of the request's own stream. Closing it aborts what still runs.
+
+        Raises LongspanError if a sequence fails; what the others gathered until then is yielded first.
+        """
+        tasks = [asyncio.create_task(self._pump(engine, request)) for request in self._requests]
+        self._pacer.num_streams += len(tasks)
+        channel: Channel | None = None
+        try:
+            while channel is None and not (self._ended.is_set() and self._own.is_empty):
+                chunks = await self._own.batch()
+                channel = None if self._ended.is_set() else find_channel()
+                if channel is not None:
+                    channel.groups.add(self)
+                    self._target = channel.collector
+                    yield StreamItem(chunks, channel.channel_id)
+                elif chunks:
+                    yield StreamItem(chunks)
+            await self._ended.wait()
+            if self._failure is not None:
+                raise self._failure
+        finally:
+            if channel is not None:
+                channel.groups.discard(self)
+            self._pacer.num_streams -= len(tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, engine: Generator, request: GenerateRequest) -> None:
+        texts = TextStream(self._tokenizer, request)
+        try:
+            async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    added = texts.add(chunk)
+                    self._target.add(added)
+                    if added.finish_reason is not None:
+                        break
+        except LongspanError as error:
+            self.fail(error)
+        except Exception as error:
+            self.fail(EngineError(f"internal error: {type(error).__name__}"))
+            raise
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._ended.set()
+            self._own.flush()

@@ -9,15 +9,13 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from app.config import VersionConfig
-from app.errors import EngineError, LongspanError, OverloadedError, UnavailableError
 from app.protocol import GenerateRequest, TokenChunk
 from app.serving.metrics import ReplicaSeries
 from app.serving.monitor import STALE_AFTER_S, VersionSnapshot
-from app.serving.routing import PoolLimits, PoolName
+from app.serving.pool_client import PoolClient
+from app.serving.routing import POOLS, PoolLimits, PoolName
 from app.tokenizer import Tokenizer
 
 logger = logging.getLogger("ray.serve")
@@ -35,7 +33,8 @@ class Version:
         self.tokenizer = Tokenizer(config.model.folder)
         self._snapshot = VersionSnapshot({}, ())
         self._snapshot_s = -STALE_AFTER_S
-        self._handles: dict[str, Any] = {}
+        self._pools = {pool: PoolClient(config.app, pool) for pool in POOLS}
+        self._monitor = serve.get_deployment_handle("monitor", app_name=config.app)
 
     @property
     def limits(self) -> dict[PoolName, PoolLimits]:
@@ -57,44 +56,17 @@ class Version:
         """Keep the snapshot fresh. An unreachable monitor leaves the old one to go stale: no data is not zero."""
         while True:
             try:
-                self._snapshot = await self._handle("monitor", "snapshot", stream=False).remote()
+                self._snapshot = await self._monitor.snapshot.remote()
                 self._snapshot_s = time.monotonic()
             except Exception as error:  # not deployed yet, restarting, or its node is gone
                 logger.debug("no snapshot of %s: %s", self.app, type(error).__name__)
             await asyncio.sleep(POLL_PERIOD_S if self._snapshot.limits else STARTING_POLL_PERIOD_S)
 
-    async def generate(
-        self, pool: PoolName, requests: Sequence[GenerateRequest]
-    ) -> AsyncGenerator[list[TokenChunk], None]:
-        """Run the sequences of one prompt on a replica of `pool`; each item holds at most one chunk per sequence.
-
-        Closing it aborts them. Raises LongspanError, whatever went wrong below.
-        """
-        response = self._handle(pool, "generate", stream=True).remote(tuple(requests))
-        try:
-            async for item in response:
-                if isinstance(item, LongspanError):
-                    raise item
-                yield item
-        except BackPressureError:
-            raise OverloadedError(f"the {pool} pool's queue is full") from None
-        except (RayActorError, DeploymentUnavailableError) as error:
-            logger.warning("%s/%s: %s", self.app, pool, type(error).__name__)
-            raise UnavailableError(f"a replica of the {pool} pool was lost") from None
-        except (RayError, RayServeException) as error:
-            logger.error("%s/%s: %s", self.app, pool, error)
-            raise EngineError(f"a replica of the {pool} pool failed") from None
-        finally:
-            response.cancel()
+    def generate(self, pool: PoolName, requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
+        """Run the sequences of one prompt on a replica of `pool`: see PoolClient."""
+        return self._pools[pool].generate(requests)
 
     def _aged_replicas(self) -> list[tuple[float, Any]]:
         since_s = time.monotonic() - self._snapshot_s
         replicas = ((age_s + since_s, report) for age_s, report in self._snapshot.replicas)
         return [(age_s, report) for age_s, report in replicas if age_s < STALE_AFTER_S]
-
-    def _handle(self, deployment: str, method: str, *, stream: bool) -> Any:
-        key = f"{deployment}.{method}"
-        if key not in self._handles:
-            handle = serve.get_deployment_handle(deployment, app_name=self.app)
-            self._handles[key] = handle.options(method_name=method, stream=stream)
-        return self._handles[key]

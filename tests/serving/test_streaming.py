@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 
 from app.config import EMBEDDED_MODEL
-from app.errors import EngineError, OverloadedError
+from app.errors import EngineError, OverloadedError, UnavailableError
 from app.protocol import GenerateRequest, SamplingParams, TokenChunk, TokenLogprob
-from app.serving.streaming import MAX_WINDOW_S, MIN_WINDOW_S, Pacer, TextStream, join_chunks, stream_text
+from app.serving import streaming
+from app.serving.streaming import (
+    MAX_WINDOW_S,
+    MIN_WINDOW_S,
+    Channel,
+    Pacer,
+    SequenceGroup,
+    StreamItem,
+    TextStream,
+    join_chunks,
+)
 from app.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(Path(EMBEDDED_MODEL))
@@ -54,17 +64,26 @@ def request(name: str, text: str = TEXT, stop: tuple[str, ...] = (), min_tokens:
     return GenerateRequest(name, tuple(TOKENIZER.encode(text)), sampling)
 
 
-async def collect(engine: ScriptedEngine, *requests: GenerateRequest) -> tuple[dict[str, TokenChunk], int]:
+def run(
+    engine: ScriptedEngine, *requests: GenerateRequest, pacer: Pacer | None = None, channel: Channel | None = None
+) -> AsyncGenerator[StreamItem, None]:
+    return SequenceGroup(requests, TOKENIZER, pacer or Pacer()).run(engine, lambda: channel)
+
+
+def join_all(batches: Iterable[tuple[TokenChunk, ...]]) -> dict[str, TokenChunk]:
     joined: dict[str, TokenChunk] = {}
-    num_items = 0
-    async with aclosing(stream_text(engine, TOKENIZER, requests, Pacer())) as items:
-        async for item in items:
-            num_items += 1
-            assert len({chunk.request_id for chunk in item}) == len(item)
-            for chunk in item:
-                earlier = joined.get(chunk.request_id)
-                joined[chunk.request_id] = chunk if earlier is None else join_chunks(earlier, chunk)
-    return joined, num_items
+    for batch in batches:
+        assert len({chunk.request_id for chunk in batch}) == len(batch)
+        for chunk in batch:
+            earlier = joined.get(chunk.request_id)
+            joined[chunk.request_id] = chunk if earlier is None else join_chunks(earlier, chunk)
+    return joined
+
+
+async def collect(engine: ScriptedEngine, *requests: GenerateRequest) -> tuple[dict[str, TokenChunk], int]:
+    async with aclosing(run(engine, *requests)) as items:
+        batches = [item.chunks async for item in items]
+    return join_all(batches), len(batches)
 
 
 @pytest.mark.asyncio
@@ -82,10 +101,10 @@ async def test_text_is_whole_and_items_are_few() -> None:
 async def test_first_tokens_leave_at_once_and_the_end_is_not_held() -> None:
     loop = asyncio.get_running_loop()
     started = loop.time()
-    async with aclosing(stream_text(ScriptedEngine(), TOKENIZER, [request("a", "x")], Pacer())) as items:
+    async with aclosing(run(ScriptedEngine(), request("a", "x"))) as items:
         first = await anext(items)
         assert loop.time() - started < MIN_WINDOW_S
-        assert first[0].finish_reason == "length"
+        assert first.chunks[0].finish_reason == "length"
         assert await anext(items, None) is None
         assert loop.time() - started < MIN_WINDOW_S
 
@@ -133,11 +152,11 @@ def test_the_token_that_stops_is_not_text() -> None:
 async def test_a_failure_comes_after_what_was_gathered_and_ends_all() -> None:
     engine = ScriptedEngine(delay_s=0.002, fail_after=3)
     texts = ""
-    items = stream_text(engine, TOKENIZER, [request("a"), request("b")], Pacer())
+    items = run(engine, request("a"), request("b"))
     error = None
     try:
         async for item in items:
-            texts += "".join(chunk.text for chunk in item if chunk.request_id == "a")
+            texts += "".join(chunk.text for chunk in item.chunks if chunk.request_id == "a")
     except EngineError as caught:
         error = caught
     assert error is not None and error.message == "scripted"
@@ -169,7 +188,7 @@ async def test_leaving_aborts_at_once(how: str) -> None:
     started = asyncio.Event()
 
     async def read() -> None:
-        async with aclosing(stream_text(engine, TOKENIZER, [request("a"), request("b")], pacer)) as items:
+        async with aclosing(run(engine, request("a"), request("b"), pacer=pacer)) as items:
             async for _ in items:
                 started.set()
                 if how == "close":
@@ -183,6 +202,71 @@ async def test_leaving_aborts_at_once(how: str) -> None:
     await asyncio.gather(task, return_exceptions=True)
     assert not engine.running
     assert pacer.num_streams == 0
+
+
+@pytest.mark.asyncio
+async def test_with_a_channel_only_the_first_tokens_leave_by_the_own_stream() -> None:
+    engine, pacer = ScriptedEngine(delay_s=0.001), Pacer()
+    channel = Channel("c", pacer)
+    shared = channel.items()
+    assert await anext(shared) == ()
+    own: list[StreamItem] = []
+
+    async def read_own(name: str) -> None:
+        own.extend([item async for item in run(engine, request(name), pacer=pacer, channel=channel)])
+
+    readers = [asyncio.create_task(read_own(name)) for name in "ab"]
+    batches: list[tuple[TokenChunk, ...]] = []
+    while sum(chunk.finish_reason is not None for batch in batches for chunk in batch) < 2:
+        batches.append(await anext(shared))
+    await asyncio.gather(*readers)
+    await shared.aclose()
+    assert [item.moved_to for item in own] == ["c", "c"]
+    joined = join_all([item.chunks for item in own] + batches)
+    assert joined["a"].text == joined["b"].text == TEXT
+    assert not channel.groups and not engine.running
+
+
+@pytest.mark.asyncio
+async def test_a_channel_that_opens_later_takes_over_without_loss() -> None:
+    engine, pacer = ScriptedEngine(delay_s=0.004), Pacer()
+    channel = Channel("c", pacer)
+    found: list[Channel] = []
+    group = SequenceGroup([request("a")], TOKENIZER, pacer)
+    items: list[StreamItem] = []
+    async for item in group.run(engine, lambda: found[0] if found else None):
+        items.append(item)
+        if len(items) == 2:
+            found.append(channel)
+    assert [item.moved_to for item in items] == [None, None, "c"]
+    rest = channel.collector.take()
+    assert join_all([item.chunks for item in items] + [rest])["a"].text == TEXT
+
+
+@pytest.mark.asyncio
+async def test_a_broken_channel_fails_its_requests() -> None:
+    engine, pacer = ScriptedEngine(delay_s=0.01), Pacer()
+    channel = Channel("c", pacer)
+    items = run(engine, request("a"), pacer=pacer, channel=channel)
+    assert (await anext(items)).moved_to == "c"
+    channel.close()
+    with pytest.raises(UnavailableError):
+        await anext(items)
+    assert not engine.running
+
+
+@pytest.mark.asyncio
+async def test_an_idle_channel_ends_and_a_used_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "CHANNEL_IDLE_S", 0.02)
+    channel = Channel("c", Pacer())
+    channel.groups.add(SequenceGroup([], TOKENIZER, Pacer()))
+    items = channel.items()
+    assert await anext(items) == ()
+    waiting = asyncio.ensure_future(anext(items, None))
+    await asyncio.sleep(0.1)
+    assert not waiting.done() and channel.is_open
+    channel.groups.clear()
+    assert await waiting is None and not channel.is_open
 
 
 def test_window_grows_with_streams_up_to_a_bound() -> None:

@@ -1,0 +1,152 @@
+"""A router's side of one pool: requests go out as calls, their tokens come back by few shared channels.
+
+    generate call: first tokens, "moved to channel X", then silent until the request ends; cancelling it aborts
+    channel call:  one item per window with the chunks of all requests this router has on one replica
+
+Serve picks the replica of a call, so a channel is opened by trying: a replica that has one already ends the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from app.errors import EngineError, LongspanError, OverloadedError, UnavailableError
+from app.protocol import GenerateRequest, TokenChunk
+from app.serving.routing import PoolName
+
+logger = logging.getLogger("ray.serve")
+
+CHANNEL_RETRY_S = 0.1
+
+Inbox = asyncio.Queue[list[TokenChunk] | LongspanError]
+
+
+class PoolClient:
+    def __init__(self, app: str, pool: PoolName) -> None:
+        self._name = f"{app}/{pool}"
+        handle: Any = serve.get_deployment_handle(pool, app_name=app)
+        self._generate = handle.options(method_name="generate", stream=True)
+        self._channel = handle.options(method_name="channel", stream=True)
+        self._router_id = uuid.uuid4().hex
+        self._inboxes: dict[str, Inbox] = {}  # by request id
+        self._channels: dict[str, set[Inbox]] = {}  # open ones, and who depends on them
+        self._readers: set[asyncio.Task[None]] = set()
+        self._next_attempt_s = 0.0
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
+        """Run the sequences of one prompt on one replica; each item holds at most one chunk per sequence.
+
+        Closing it aborts them. Raises LongspanError, whatever went wrong below.
+        """
+        inbox: Inbox = asyncio.Queue()
+        self._inboxes.update((request.request_id, inbox) for request in requests)
+        call = self._generate.remote(tuple(requests), self._router_id)
+        watcher: asyncio.Task[None] | None = None
+        num_open = len(requests)
+        try:
+            async for item in self._own_items(call, inbox):
+                num_open -= _num_finished(item)
+                yield item
+            if num_open:
+                watcher = asyncio.create_task(self._watch(call, inbox))
+            while num_open:
+                received = await inbox.get()
+                if isinstance(received, LongspanError):
+                    raise received
+                num_open -= _num_finished(received)
+                yield received
+        finally:
+            for request in requests:
+                self._inboxes.pop(request.request_id, None)
+            for dependants in self._channels.values():
+                dependants.discard(inbox)
+            if watcher is not None:
+                watcher.cancel()
+            call.cancel()
+
+    async def _own_items(self, call: Any, inbox: Inbox) -> AsyncGenerator[list[TokenChunk], None]:
+        """What comes by the request's own stream, until it ends or moves to a channel."""
+        try:
+            async for item in call:
+                if isinstance(item, LongspanError):
+                    raise item
+                if item.moved_to is not None:
+                    if item.moved_to not in self._channels:
+                        raise UnavailableError("the stream from the replica broke")
+                    self._channels[item.moved_to].add(inbox)
+                else:
+                    self._try_to_open_channel()
+                if item.chunks:
+                    yield list(item.chunks)
+                if item.moved_to is not None:
+                    return
+        except Exception as error:
+            raise self._translated(error) from None
+
+    async def _watch(self, call: Any, inbox: Inbox) -> None:
+        """Pass on a failure that comes by the request's own stream after it moved."""
+        try:
+            async for item in call:
+                if isinstance(item, LongspanError):
+                    inbox.put_nowait(item)
+        except Exception as error:
+            inbox.put_nowait(self._translated(error))
+
+    def _try_to_open_channel(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._next_attempt_s:
+            return
+        self._next_attempt_s = now_s + CHANNEL_RETRY_S
+        # A context of its own: Serve cancels what a request's context started when that request is cancelled.
+        reader = asyncio.get_running_loop().create_task(self._read_channel(), context=contextvars.Context())
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+
+    async def _read_channel(self) -> None:
+        channel_id = uuid.uuid4().hex
+        call = self._channel.remote(self._router_id, channel_id)
+        try:
+            async for chunks in call:
+                self._channels.setdefault(channel_id, set())
+                self._deliver(chunks)
+        except Exception as error:
+            logger.warning("%s: a stream broke: %s", self._name, type(error).__name__)
+        finally:
+            for inbox in self._channels.pop(channel_id, ()):
+                inbox.put_nowait(UnavailableError("the stream from the replica broke"))
+            call.cancel()
+
+    def _deliver(self, chunks: Sequence[TokenChunk]) -> None:
+        by_inbox: dict[Inbox, list[TokenChunk]] = defaultdict(list)
+        for chunk in chunks:
+            # A request that was aborted meanwhile has none.
+            with suppress(KeyError):
+                by_inbox[self._inboxes[chunk.request_id]].append(chunk)
+        for inbox, received in by_inbox.items():
+            inbox.put_nowait(received)
+
+    def _translated(self, error: Exception) -> LongspanError:
+        if isinstance(error, LongspanError):
+            return error
+        if isinstance(error, BackPressureError):
+            return OverloadedError(f"{self._name}: the queue is full")
+        if isinstance(error, (RayActorError, DeploymentUnavailableError)):
+            logger.warning("%s: %s", self._name, type(error).__name__)
+            return UnavailableError(f"{self._name}: a replica was lost")
+        logger.error("%s: %s", self._name, error)
+        return EngineError(f"{self._name}: a replica failed")
+
+
+def _num_finished(chunks: Sequence[TokenChunk]) -> int:
+    return sum(chunk.finish_reason is not None for chunk in chunks)
