@@ -42,9 +42,13 @@ def add_comparisons(group: argparse._ArgumentGroup) -> None:
     kinds.add_argument(
         "--compare", choices=["transformers"], help="beside transformers' generate on the same checkpoint"
     )
+    kinds.add_argument("--engine", type=words, metavar="PART,...",
+                       help="rates, offline, mixed: the engine alone with random weights of --shape")  # fmt: skip
     kinds.add_argument(
         "--http", action="store_true", help="the engine alone beside the same engine through Serve and HTTP"
     )
+    group.add_argument("--shape", default="deepseek-v2-lite", help="of --engine (default: %(default)s)")
+    group.add_argument("--grid", type=grid, metavar="BxC,...", help="batch x context points of --engine rates")
     group.add_argument("--threads", type=positive_int, help="torch threads of both sides (default: all CPUs)")
     group.add_argument("--streams", type=edges, default=[1, 8], metavar="N,N,...", help="batch sizes (default: 1,8)")
     group.add_argument(
@@ -73,3 +77,18 @@ def pair(text: str) -> tuple[float, float]:
 
 def edges(text: str) -> list[int]:
     return [positive_int(part) for part in text.split(",")]
+
+
+def words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def grid(text: str) -> list[tuple[int, int]]:
+    """`32x1024,1x8192` -> [(32, 1024), (1, 8192)], batch by context."""
+    try:
+        points = [tuple(int(part) for part in point.split("x")) for point in words(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected BATCHxCONTEXT,..., got {text!r}") from None
+    if not points or any(len(point) != 2 or min(point) < 1 for point in points):
+        raise argparse.ArgumentTypeError(f"expected BATCHxCONTEXT,..., got {text!r}")
+    return [(batch, context) for batch, context in points]

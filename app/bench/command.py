@@ -21,6 +21,7 @@ Measure a server, the engine, or a named scenario.
 
   longspan bench --rate 4 --duration 60            open-loop load on a running server
   longspan bench --compare transformers            the engine beside transformers' generate, in this process
+  longspan bench --engine rates,offline,mixed      the engine alone with random weights of a named shape
   longspan bench --http                            through Serve and HTTP, beside the engine alone
   longspan bench scenario NAME                     a named scenario; `longspan bench scenario --help` lists them
 
@@ -68,6 +69,8 @@ def _add_scenario_parser(modes: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.compare:
         return _run_compare(options)
+    if options.engine:
+        return _run_engine(options)
     if options.http:
         return _run_http(options)
     return _run_load(options)
@@ -158,6 +161,15 @@ def _run_compare(options: argparse.Namespace) -> int:
         report=_say,
     )
     return _keep("compare-transformers", options.json, result)
+
+
+def _run_engine(options: argparse.Namespace) -> int:
+    from app.bench.engine_rates import GRID, engine_rates  # torch
+    from app.config import EngineConfig
+
+    config = EngineConfig(max_num_seqs=512, max_batched_tokens=16384, max_chunk_tokens=8192, max_waiting_seqs=1024)
+    result = engine_rates(options.shape, config, options.engine, options.grid or GRID, _say)
+    return _keep("engine", options.json, result)
 
 
 def _run_http(options: argparse.Namespace) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
+import functools
 import itertools
 import json
 import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.loading import build_engine, is_batch_invariant
+from app.errors import ConfigError
 from app.model.config import ModelConfig
 from app.model.transformer import Transformer
 from app.model.weights import random_weights
@@ -176,13 +178,63 @@ def _percentile(values: Seq[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * q / 100))]
 
 
-def engine_grid(shape: str, config: EngineConfig, grid: Seq[tuple[int, int]]) -> dict[str, object]:
-    """Rates at every (batch, context) of the grid, as JSON-ready data."""
+PARTS = ("rates", "offline", "mixed")
+GRID = ((1, 1024), (1, 32768), (1, 131072), (32, 1024), (128, 1024), (32, 8192), (128, 8192), (16, 32768))
+
+
+def engine_rates(
+    shape: str, config: EngineConfig, parts: Seq[str], grid: Seq[tuple[int, int]], report: Callable[[str], None]
+) -> dict[str, object]:
+    """The parts asked for, measured one after the other on one engine; JSON-ready.
+
+    Raises ConfigError on an unknown shape or part.
+    """
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape: {shape} is not one of {', '.join(SHAPES)}", field="--shape")
+    if unknown := sorted(set(parts) - set(PARTS)):
+        raise ConfigError(f"--engine: {unknown[0]} is not one of {', '.join(PARTS)}", field="--engine")
+    start = time.perf_counter()
     engine = random_engine(shape_config(shape), config)
-    measure(engine, 2, 128)  # compiles kernels, captures graphs
-    rates = []
-    for batch, context in grid:
-        measure(engine, batch, min(context, 256), decode_steps=8)
-        rates.append(asdict(measure(engine, batch, context)))
-        gc.collect()
-    return {"shape": shape, "rates": rates}
+    report(f"{shape}: weights and cache in {time.perf_counter() - start:.1f} s, {engine.stats().num_blocks} blocks")
+    result: dict[str, object] = {"shape": shape, "device": _device_name(), "torch": torch.__version__}
+    if "rates" in parts:
+        result["rates"] = [asdict(_warm_measure(engine, batch, context, report)) for batch, context in grid]
+    if "offline" in parts:
+        offline_throughput(engine, min(64, engine.limits.max_num_seqs), 1024, 8)
+        result["offline_512x1024x256_tokens_per_s"] = rate = offline_throughput(engine, 512, 1024, 256)
+        report(f"offline, 512 requests of 1024 in and 256 out: {rate:,.0f} output tok/s")
+    if "mixed" in parts:
+        result["mixed"] = _mixed(engine, report)
+    return result
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def _warm_measure(engine: Engine, batch: int, context: int, report: Callable[[str], None]) -> Rate:
+    measure(engine, batch, min(context, 300), decode_steps=4)  # compiles kernels, captures this batch size's graph
+    rate = measure(engine, batch, context)
+    report(
+        f"{batch:4d} x {context:6d}: TPOT {rate.tpot_ms:7.2f} ms (p90 {rate.tpot_p90_ms:.2f}), "
+        f"prefill {rate.prefill_tokens_per_s:9,.0f} tok/s"
+    )
+    return rate
+
+
+def _mixed(engine: Engine, report: Callable[[str], None]) -> dict[str, object]:
+    engine.start()
+    load = functools.partial(mixed_load, engine, seconds=20.0, short_rate=8.0, short_tokens=(512, 64), long_every_s=4.0)
+    try:
+        asyncio.run(
+            mixed_load(engine, seconds=2.0, short_rate=8.0, short_tokens=(512, 64), long_tokens=0, long_every_s=4.0)
+        )
+        runs = {
+            name: asdict(asyncio.run(load(long_tokens=tokens)))
+            for name, tokens in (("alone", 0), ("beside 64k", 65536))
+        }
+    finally:
+        engine.stop()
+    for name, run in runs.items():
+        report(f"shorts {name}: {json.dumps(run)}")
+    return dict(runs)
