@@ -223,18 +223,14 @@ def _warm_measure(engine: Engine, batch: int, context: int, report: Callable[[st
 
 
 def _mixed(engine: Engine, report: Callable[[str], None]) -> dict[str, object]:
+    load = functools.partial(mixed_load, engine, short_rate=8.0, short_tokens=(512, 64), long_every_s=4.0)
+    runs: dict[str, object] = {}
     engine.start()
-    load = functools.partial(mixed_load, engine, seconds=20.0, short_rate=8.0, short_tokens=(512, 64), long_every_s=4.0)
     try:
-        asyncio.run(
-            mixed_load(engine, seconds=2.0, short_rate=8.0, short_tokens=(512, 64), long_tokens=0, long_every_s=4.0)
-        )
-        runs = {
-            name: asdict(asyncio.run(load(long_tokens=tokens)))
-            for name, tokens in (("alone", 0), ("beside 64k", 65536))
-        }
+        asyncio.run(load(seconds=2.0, long_tokens=0))
+        for name, long_tokens in (("alone", 0), ("beside 64k prompts", 65536)):
+            runs[name] = asdict(asyncio.run(load(seconds=20.0, long_tokens=long_tokens)))
+            report(f"shorts {name}: {json.dumps(runs[name])}")
     finally:
         engine.stop()
-    for name, run in runs.items():
-        report(f"shorts {name}: {json.dumps(run)}")
-    return dict(runs)
+    return runs

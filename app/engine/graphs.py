@@ -28,6 +28,7 @@ LARGE_STEP = 32
 @dataclass(frozen=True, slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
+    inputs: ModelInput  # a replay reads its tensors
     logits: torch.Tensor  # [B, vocab]
 
 
@@ -111,7 +112,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits = self._model.forward(inputs, self._cache)
-        self._graphs[size] = _Graph(graph, logits)
+        self._graphs[size] = _Graph(graph, inputs, logits)
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
