@@ -16,8 +16,13 @@ import torch
 import triton.testing
 
 from kernels.blocks import gather_blocks
+from kernels.expert_routing import route_experts
+from kernels.fused_experts import fused_experts
 from kernels.mla_decode import mla_decode, plan_mla_decode
 from kernels.mla_prefill import mla_prefill
+from kernels.mla_rope_cache import mla_rope_cache
+from kernels.rms_norm import add_rms_norm
+from kernels.sampling import sample
 
 _BLOCK_SIZE = 64
 _LATENT_DIM, _ROPE_DIM = 512, 64  # DeepSeek-V2, V3, Kimi-K2
@@ -67,7 +72,7 @@ def copy_bandwidth() -> float:
     """Bytes per second, read and written."""
     source = torch.randn(2**30, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (median_us(lambda: target.copy_(source)) * 1e-6)
+    return 2 * source.nbytes / (median_us(lambda: torch.neg(source, out=target)) * 1e-6)
 
 
 def matrix_rate() -> float:
@@ -166,10 +171,87 @@ def gather_works() -> Iterator[Work]:
         )
 
 
+def expert_works() -> Iterator[Work]:
+    """DeepSeek-V2-Lite's experts; torch's grouped_mm gets its rows sorted for nothing and skips the weighted sum."""
+    num_experts, top_k, dim, inter = 64, 6, 2048, 1408
+    gate_up = torch.randn(num_experts, 2 * inter, dim, device="cuda", dtype=torch.bfloat16) * 0.02
+    down = torch.randn(num_experts, dim, inter, device="cuda", dtype=torch.bfloat16) * 0.02
+    for num_tokens in (1, 8, 32, 128, 512, 2048, 8192, 16384):
+        x = torch.randn(num_tokens, dim, device="cuda", dtype=torch.bfloat16)
+        ids = torch.rand(num_tokens, num_experts, device="cuda").topk(top_k).indices.int()
+        weights = torch.rand(num_tokens, top_k, device="cuda")
+        ends = torch.bincount(ids.flatten(), minlength=num_experts).cumsum(0).int()
+
+        rows = x.repeat_interleave(top_k, 0)
+
+        def peer(rows: torch.Tensor = rows, ends: torch.Tensor = ends) -> torch.Tensor:
+            gate, up = torch.nn.functional.grouped_mm(rows, gate_up.mT, offs=ends).chunk(2, -1)
+            return torch.nn.functional.grouped_mm(torch.nn.functional.silu(gate) * up, down.mT, offs=ends)
+
+        yield Work(
+            shape=f"{num_experts} top {top_k}, {dim} x {inter}, {num_tokens}",
+            run=lambda x=x, ids=ids, weights=weights: fused_experts(x, gate_up, down, ids, weights),  # type: ignore[misc]
+            num_bytes=ids.unique().numel() * 3 * inter * dim * 2 + 2 * x.nbytes,
+            num_operations=2 * num_tokens * top_k * 3 * inter * dim,
+            peer=peer,
+        )
+
+
+def row_works() -> Iterator[Work]:
+    """The small kernels around attention and experts, in DeepSeek-V2-Lite's shape."""
+    num_heads, num_experts, dim = 16, 64, 2048
+    weight, norm_weight = (torch.ones(n, device="cuda", dtype=torch.bfloat16) for n in (dim, _LATENT_DIM))
+    cos_sin = torch.randn(16384, _ROPE_DIM, device="cuda")
+    cache = torch.empty(256, _BLOCK_SIZE, _LATENT_DIM + _ROPE_DIM, device="cuda", dtype=torch.bfloat16)
+    for n in (32, 8192):
+        x, residual = (torch.randn(n, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+        def norm_of_torch(x: torch.Tensor = x, residual: torch.Tensor = residual) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(residual.add_(x), (dim,), weight, 1e-6)
+
+        add_norm = lambda x=x, r=residual: add_rms_norm(x, r, weight, 1e-6)  # noqa: E731
+        yield Work(f"add_rms_norm {n} x {dim}", add_norm, 4 * x.nbytes, 0, norm_of_torch)
+        q = torch.randn(n, num_heads, _NOPE_DIM + _ROPE_DIM, device="cuda", dtype=torch.bfloat16)
+        kv = torch.randn(n, _LATENT_DIM + _ROPE_DIM, device="cuda", dtype=torch.bfloat16)
+        slots = torch.randperm(16384, device="cuda")[:n]
+        rope = lambda q=q, kv=kv, slots=slots: mla_rope_cache(  # noqa: E731
+            q, kv, norm_weight, 1e-6, cos_sin, slots, slots, cache, interleaved=True
+        )
+        yield Work(f"mla_rope_cache {n} x {num_heads} heads", rope, 2 * (kv.nbytes + n * num_heads * _ROPE_DIM * 2), 0)
+        logits = torch.randn(n, num_experts, device="cuda")
+        route = lambda logits=logits: route_experts(  # noqa: E731
+            logits, None, top_k=6, num_groups=1, top_groups=1,
+            scoring="softmax", group_score="max", normalize=False, scale=1.0,
+        )  # fmt: skip
+        yield Work(f"route_experts {n} x {num_experts}", route, logits.nbytes + n * 48, 0)
+
+
+def sample_works() -> Iterator[Work]:
+    """Beside a sort, what torch needs for top-p; greedy beside argmax."""
+    vocab = 102_400
+    controls = {"greedy": (0.0, 0, 1.0), "plain": (1.0, 0, 1.0), "top-k 50": (1.0, 50, 1.0), "top-p 0.9": (1.0, 0, 0.9)}
+    for batch in (1, 32, 128):
+        logits = torch.randn(batch, vocab, device="cuda") * 3
+        zeros, ids = torch.zeros(batch, device="cuda"), torch.arange(batch, device="cuda")
+        for name, (temperature, top_k, top_p) in controls.items():
+            arguments = zeros + temperature, (zeros + top_k).int(), zeros + top_p, zeros, ids, ids
+            peer = logits.argmax if name == "greedy" else logits.sort
+            yield Work(
+                shape=f"{name}, {batch} x {vocab}",
+                run=lambda logits=logits, arguments=arguments: sample(logits, *arguments),  # type: ignore[misc]
+                num_bytes=logits.nbytes,
+                num_operations=0,
+                peer=lambda peer=peer: peer(-1),  # type: ignore[misc]
+            )
+
+
 WORKS: dict[str, Callable[[], Iterator[Work]]] = {
     "mla_decode": decode_works,
     "mla_prefill": prefill_works,
     "gather_blocks": gather_works,
+    "fused_experts": expert_works,
+    "rows": row_works,
+    "sample": sample_works,
 }
 
 

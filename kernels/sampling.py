@@ -66,7 +66,7 @@ def sample_reference(
 def _weights(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Scaled around the maximum, so that no temperature overflows; a row of -inf alone has no weight anywhere."""
     best = logits.amax(-1, keepdim=True).clamp(min=-_FINITE_MAX)
-    return torch.exp((logits - best) / temperatures.clamp(min=_MIN_TEMPERATURE)[:, None])
+    return torch.exp((logits - best) * temperatures.clamp(min=_MIN_TEMPERATURE).reciprocal()[:, None])
 
 
 def _kept(logits: torch.Tensor, weights: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
@@ -120,9 +120,9 @@ def _key(logits):
 
 
 @triton.jit
-def _weight(key, best, temperature):
+def _weight(key, best, inverse_temperature):
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
-    return tl.exp((bits.to(tl.float32, bitcast=True) - best) / temperature)
+    return tl.exp((bits.to(tl.float32, bitcast=True) - best) * inverse_temperature)
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def _load(row_ptr, start, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _around(row_ptr, V, best, temperature, key, BLOCK: tl.constexpr):
+def _around(row_ptr, V, best, inverse_temperature, key, BLOCK: tl.constexpr):
     """How many logits lie above `key`, what they weigh, and how many are equal to it."""
     above = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
@@ -144,43 +144,55 @@ def _around(row_ptr, V, best, temperature, key, BLOCK: tl.constexpr):
         logits, ids = _load(row_ptr, start, V, BLOCK)
         keys = _key(logits)
         above += (keys > key).to(tl.int32)
-        mass += tl.where(keys > key, tl.exp((logits - best) / temperature), 0.0)
+        mass += tl.where(keys > key, tl.exp((logits - best) * inverse_temperature), 0.0)
         equal += ((keys == key) & (ids < V)).to(tl.int32)
     return tl.sum(above, axis=0), tl.sum(mass, axis=0), tl.sum(equal, axis=0)
 
 
 @triton.jit
-def _crossing(
-    row_ptr, V, best, temperature, lowest, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr
-):
+def _crossing(row_ptr, V, best, inverse_temperature, lowest, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The largest key in the row such that the logits from it on number (BY_COUNT) or weigh at least `target`.
 
-    It lies in [low, high): each pass over the row cuts the interval into T + 1 parts, until it holds one logit.
+    It lies in [low, high): each pass over the row keeps a quarter of the interval, until that holds one logit.
     """
-    index = tl.arange(0, T)
     low = lowest.to(tl.int64)
     high = _key(best).to(tl.int64) + 1
     count_low = V
     count_high = 0
     while (high - low > 1) & (count_low - count_high > 1):
-        thresholds = low + (high - low) * (index + 1) // (T + 1)
-        counts = tl.zeros([BLOCK, T], tl.int32)
-        masses = tl.zeros([BLOCK, T], tl.float32)
-        for start in tl.range(0, V, BLOCK, loop_unroll_factor=2):
-            logits, ids = _load(row_ptr, start, V, BLOCK)
-            reaches = (_key(logits)[:, None] >= thresholds.to(tl.int32)[None, :]) & (ids < V)[:, None]
-            counts += reaches.to(tl.int32)
+        a = low + (high - low) // 4
+        b = low + (high - low) // 2
+        c = high - tl.maximum((high - low) // 4, 1)
+        counts_a = tl.zeros([BLOCK], tl.int32)
+        counts_b = tl.zeros([BLOCK], tl.int32)
+        counts_c = tl.zeros([BLOCK], tl.int32)
+        mass_a = tl.zeros([BLOCK], tl.float32)
+        mass_b = tl.zeros([BLOCK], tl.float32)
+        mass_c = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, V, BLOCK, loop_unroll_factor=4):
+            logits, _ = _load(row_ptr, start, V, BLOCK)  # past the end -inf, which reaches no threshold
+            keys = _key(logits)
+            reaches_a = keys >= a.to(tl.int32)
+            reaches_b = keys >= b.to(tl.int32)
+            reaches_c = keys >= c.to(tl.int32)
+            counts_a += reaches_a.to(tl.int32)
+            counts_b += reaches_b.to(tl.int32)
+            counts_c += reaches_c.to(tl.int32)
             if not BY_COUNT:
-                masses += tl.where(reaches, tl.exp((logits - best) / temperature)[:, None], 0.0)
-        count = tl.sum(counts, axis=0)
-        if BY_COUNT:
-            passes = count >= target
-        else:
-            passes = tl.sum(masses, axis=0) >= target
-        low = tl.max(tl.where(passes, thresholds, low), axis=0)
-        high = tl.min(tl.where(passes, high, thresholds), axis=0)
-        count_low = tl.min(tl.where(passes, count, count_low), axis=0)
-        count_high = tl.max(tl.where(passes, count_high, count), axis=0)
+                weights = tl.exp((logits - best) * inverse_temperature)
+                mass_a += tl.where(reaches_a, weights, 0.0)
+                mass_b += tl.where(reaches_b, weights, 0.0)
+                mass_c += tl.where(reaches_c, weights, 0.0)
+        count_a = tl.sum(counts_a, axis=0)
+        count_b = tl.sum(counts_b, axis=0)
+        count_c = tl.sum(counts_c, axis=0)
+        passes_a = (count_a >= target) if BY_COUNT else (tl.sum(mass_a, axis=0) >= target)
+        passes_b = (count_b >= target) if BY_COUNT else (tl.sum(mass_b, axis=0) >= target)
+        passes_c = (count_c >= target) if BY_COUNT else (tl.sum(mass_c, axis=0) >= target)
+        high = tl.where(passes_c, high, tl.where(passes_b, c, tl.where(passes_a, b, a)))
+        count_high = tl.where(passes_c, count_high, tl.where(passes_b, count_c, tl.where(passes_a, count_b, count_a)))
+        low = tl.where(passes_c, c, tl.where(passes_b, b, tl.where(passes_a, a, low)))
+        count_low = tl.where(passes_c, count_c, tl.where(passes_b, count_b, tl.where(passes_a, count_a, count_low)))
     smallest = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     for start in tl.range(0, V, BLOCK, loop_unroll_factor=4):
         logits, ids = _load(row_ptr, start, V, BLOCK)
@@ -218,7 +230,7 @@ def _first_past(weights, target, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=["V"])
 def _sample_kernel(
     logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr, out_ptr, V,
-    MIN_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, T: tl.constexpr,
+    MIN_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """One row per program. Kept are all logits above `cut` and the first `ties` of those equal to it."""
     row = tl.program_id(0).to(tl.int64)
@@ -234,6 +246,7 @@ def _sample_kernel(
     temperature = tl.load(temperatures_ptr + row)
     if (temperature > 0.0) & (best > -float("inf")):
         temperature = tl.maximum(temperature, MIN_TEMPERATURE)
+        inverse_temperature = 1.0 / temperature
         top_k = tl.load(top_ks_ptr + row)
         top_p = tl.load(top_ps_ptr + row)
         cut = _key(best * 0.0 - float("inf"))  # keeps everything: -inf weighs nothing
@@ -241,20 +254,20 @@ def _sample_kernel(
         has_top_k = (top_k > 0) & (top_k < V)
         if has_top_k | (top_p < 1.0):
             if has_top_k:
-                cut = _crossing(row_ptr, V, best, temperature, cut, top_k, True, BLOCK, T)
-            above, mass, equal = _around(row_ptr, V, best, temperature, cut, BLOCK)
+                cut = _crossing(row_ptr, V, best, inverse_temperature, cut, top_k, True, BLOCK)
+            above, mass, equal = _around(row_ptr, V, best, inverse_temperature, cut, BLOCK)
             ties = equal
             if has_top_k:
                 ties = top_k - above
             if top_p < 1.0:
-                target = top_p * (mass + ties * _weight(cut, best, temperature))
+                target = top_p * (mass + ties * _weight(cut, best, inverse_temperature))
                 if target <= mass:
                     # Tokens 30 temperatures below the best weigh under 1e-13 of it: no prefix of weight ends there.
                     lowest = tl.maximum(cut, _key(best - 30.0 * temperature))
-                    cut = _crossing(row_ptr, V, best, temperature, lowest, target, False, BLOCK, T)
-                    above, mass, equal = _around(row_ptr, V, best, temperature, cut, BLOCK)
+                    cut = _crossing(row_ptr, V, best, inverse_temperature, lowest, target, False, BLOCK)
+                    above, mass, equal = _around(row_ptr, V, best, inverse_temperature, cut, BLOCK)
                     ties = equal
-                needed = tl.ceil((target - mass) / tl.maximum(_weight(cut, best, temperature), 1e-38))
+                needed = tl.ceil((target - mass) / tl.maximum(_weight(cut, best, inverse_temperature), 1e-38))
                 ties = tl.minimum(tl.maximum(needed, 1.0), ties.to(tl.float32)).to(tl.int32)
             if ties < equal:
                 last_tie = _nth_equal(row_ptr, V, cut, ties, BLOCK)
@@ -262,7 +275,7 @@ def _sample_kernel(
         lanes = tl.zeros([BLOCK], tl.float32)
         for start in tl.range(0, V, BLOCK, loop_unroll_factor=4):
             logits, ids = _load(row_ptr, start, V, BLOCK)
-            lanes += _kept_weights(logits, ids, best, temperature, cut, last_tie, min_p)
+            lanes += _kept_weights(logits, ids, best, inverse_temperature, cut, last_tie, min_p)
         position = tl.load(positions_ptr + row)
         low_word = (position & 0xFFFFFFFF).to(tl.uint32)
         high_word = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -272,16 +285,16 @@ def _sample_kernel(
         ids = lane + tl.arange(0, STEPS) * BLOCK
         logits = tl.load(row_ptr + ids, mask=ids < V, other=-float("inf"))
         logits = tl.minimum(tl.where(logits == logits, logits, -float("inf")), 3.4028234663852886e38)
-        weights = _kept_weights(logits, ids, best, temperature, cut, last_tie, min_p)
+        weights = _kept_weights(logits, ids, best, inverse_temperature, cut, last_tie, min_p)
         step, _ = _first_past(weights, target - before, STEPS)
         token = lane + step * BLOCK
     tl.store(out_ptr + row, token)
 
 
 @triton.jit
-def _kept_weights(logits, ids, best, temperature, cut, last_tie, min_p):
+def _kept_weights(logits, ids, best, inverse_temperature, cut, last_tie, min_p):
     keys = _key(logits)
-    weights = tl.exp((logits - best) / temperature)
+    weights = tl.exp((logits - best) * inverse_temperature)
     is_kept = ((keys > cut) | ((keys == cut) & (ids <= last_tie))) & (weights >= min_p)
     return tl.where(is_kept, weights, 0.0)
 
@@ -336,6 +349,6 @@ def sample(
         _sample_kernel[(num_rows,)](
             logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, out, vocab,
             MIN_TEMPERATURE=_MIN_TEMPERATURE, BLOCK=block, STEPS=triton.next_power_of_2(triton.cdiv(vocab, block)),
-            T=4, num_warps=min(max(block // 128, 1), 16),
+            num_warps=min(max(block // 128, 1), 16),
         )  # fmt: skip
     return out

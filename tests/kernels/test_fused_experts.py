@@ -158,7 +158,7 @@ def test_cuda_tile_edges(tiles: object, spread: str) -> None:
     rows = next(entry.rows for entry in TILES_16BIT if entry is tiles)
     limit = next(entry.max_rows for entry in TILES_16BIT if entry is tiles)
     num_experts = 8
-    num_tokens = int(min(limit, 200.0)) * num_experts
+    num_tokens = int(min(limit, 500.0)) * num_experts
     assert choose_tiles(num_tokens, num_experts, torch.bfloat16) is tiles
     inputs = inputs_of(Case(spread, num_tokens, 1, num_experts, 264, 136), CUDA, torch.bfloat16)
     if spread == "one expert":

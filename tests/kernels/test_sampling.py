@@ -46,6 +46,7 @@ ROWS = [
     Row("top-k cuts a tie: lower ids stay", (0.0, 2.0, 1.0, 1.0, 1.0, 0.5), top_k=3, allowed=only(1, 2, 3)),
     Row("top-k over -inf", (-INF, 1.0, -INF, 0.0), top_k=3, allowed=only(1, 3)),
     Row("top-p 0", top_p=0.0),
+    Row("top-p 0 of a tie", (1.0, 3.0, 3.0, 3.0), top_p=0.0, allowed=only(1)),
     Row("top-p 0.6", top_p=0.6),
     Row("top-p cuts a tie", (1.0, 1.0, 1.0, 1.0), top_p=0.6, allowed=only(0, 1, 2)),
     Row("top-p reached exactly", (1.0, 1.0, 1.0, 1.0), top_p=0.5, allowed=only(0, 1)),
