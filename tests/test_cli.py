@@ -313,6 +313,7 @@ def test_a_failed_scenario_exits_with_1(
         assert ("passed" if passed else "FAILED") in out
 
 
-def test_progress_is_a_line_each_time_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    command._show_progress(command.Progress(1.0, 10, 5, 3, 1, 12.0))
-    assert capsys.readouterr().err == "   1.0 s  sent 5/10  in flight 2  done 2  failed 1  12 events/s\n"
+def test_progress_is_a_line_now_and_then_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    for second in range(1, 15):
+        command._show_progress(command.Progress(second + 0.02, 10, 5, 3, 1, 12.0))
+    assert capsys.readouterr().err == "  10.0 s  sent 5/10  in flight 2  done 2  failed 1  12 events/s\n"

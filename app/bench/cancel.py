@@ -37,21 +37,31 @@ class CancelRound:
         return self.freed_s is not None
 
 
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    free_blocks: int
+    sequences: int  # running and waiting
+
+
 class PoolStats:
     """The engines' own figures, asked of the replicas; /metrics is up to two seconds old."""
 
     def __init__(self, address: str, application: str = "pools") -> None:
         """Raises UnavailableError if the cluster cannot be joined."""
         try:
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)
             ray.init(address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError) as error:
             raise UnavailableError(f"no Ray cluster at {address}: {error}") from None
         self._handles = [serve.get_deployment_handle(pool, app_name=application) for pool in _POOLS]
 
-    async def free_blocks(self) -> int:
-        """Of both pools; each pool is taken to have one replica."""
+    async def state(self) -> PoolState:
+        """Sums over both pools; each pool is taken to have one replica."""
         stats: list[EngineStats] = await asyncio.gather(*(handle.stats.remote() for handle in self._handles))
-        return sum(each.num_free_blocks for each in stats)
+        return PoolState(
+            free_blocks=sum(each.num_free_blocks for each in stats),
+            sequences=sum(each.num_requests_running + each.num_requests_waiting for each in stats),
+        )
 
     def close(self) -> None:
         ray.shutdown()
@@ -77,7 +87,7 @@ async def cancel_rounds(url: str, address: str, runs: int, report: Callable[[str
 
 
 async def _round(client: Client, stats: PoolStats, seed: int) -> CancelRound:
-    baseline = await stats.free_blocks()
+    baseline = (await stats.state()).free_blocks
     planned = PlannedRequest(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)
     prompts = PromptMaker(None, stream=True, seed=seed)
     records = [RequestRecord(planned) for _ in range(STREAMS)]
@@ -85,14 +95,14 @@ async def _round(client: Client, stats: PoolStats, seed: int) -> CancelRound:
     tasks = [asyncio.create_task(client.send(prompts.body(planned), record, start_s)) for record in records]
     try:
         await _until_streaming(stats, records, baseline)
-        held = baseline - await stats.free_blocks()
+        held = baseline - (await stats.state()).free_blocks
     finally:
         cancelled_s = time.perf_counter()
         for task in tasks:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)
-    while await stats.free_blocks() < baseline:
+    while (state := await stats.state()).sequences or state.free_blocks < baseline:
         if time.perf_counter() - cancelled_s > FREE_TIMEOUT_S:
             return CancelRound(baseline, held, None)
         await asyncio.sleep(_POLL_S)
@@ -100,7 +110,7 @@ async def _round(client: Client, stats: PoolStats, seed: int) -> CancelRound:
 
 
 async def _until_streaming(stats: PoolStats, records: list[RequestRecord], baseline: int) -> None:
-    """Wait until as many streams as a step holds have tokens, and nothing new starts for a second."""
+    """Wait until every stream has a token, or until as many as fit have and none starts for a second."""
     deadline_s = time.perf_counter() + START_TIMEOUT_S
     streaming = -1
     while True:
@@ -109,7 +119,7 @@ async def _until_streaming(stats: PoolStats, records: list[RequestRecord], basel
         if time.perf_counter() > deadline_s:
             raise UnavailableError(f"only {streaming} of {STREAMS} streams started in {START_TIMEOUT_S:g} s")
         now = sum(bool(record.event_times_s) for record in records)
-        if now == len(records) or (now == streaming and now > 0 and await stats.free_blocks() < baseline):
+        if now == len(records) or (now == streaming and now > 0 and (await stats.state()).free_blocks < baseline):
             return
         streaming = now
         await asyncio.sleep(1.0)

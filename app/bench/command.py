@@ -16,6 +16,8 @@ from app.bench.load import LoadRun, Progress, Target, run_load
 from app.bench.summary import Slo, summarize
 from app.errors import ConfigError
 
+LOG_PERIOD_S = 10  # of progress lines where stderr is no terminal
+
 DESCRIPTION = """\
 Measure a server, the engine, or a named scenario.
 
@@ -140,7 +142,7 @@ def _arrivals(options: argparse.Namespace, rng: random.Random) -> Iterator[float
 def _show_progress(progress: Progress) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{progress}", end="", file=sys.stderr, flush=True)
-    else:
+    elif round(progress.at_s) % LOG_PERIOD_S == 0:
         print(progress, file=sys.stderr, flush=True)
 
 

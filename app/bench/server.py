@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,6 +27,8 @@ STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 # Ray's workers take 10002-19999; Linux hands out ports above 32767 by itself.
 _PORTS = range(23000, 24000)
+_ADDRESS_OPTION = "--gcs-address="  # every process of Ray's own has it
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LocalServer:
@@ -104,9 +107,10 @@ class LocalServer:
         """For ray.init: HOST:PORT of the cluster's control service."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                for argument in process.cmdline():
-                    if argument.startswith("--gcs_server_port=") and (port := argument.partition("=")[2]) != "0":
-                        return f"127.0.0.1:{port}"
+                arguments: list[str] = process.cmdline()
+                for argument in arguments:
+                    if argument.startswith(_ADDRESS_OPTION):
+                        return argument.removeprefix(_ADDRESS_OPTION)
         raise PreflightError("the cluster's control service was not found")
 
     def processes(self) -> list[psutil.Process]:
@@ -155,9 +159,11 @@ class LocalServer:
         return document
 
     def _log_tail(self) -> str:
-        """The last lines of the log on one line; errors are one line on the terminal."""
-        lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
-        return " | ".join(line.strip() for line in lines[-5:]) or "no output"
+        """The last lines of the log that tell of an error, else its last lines, as one line."""
+        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        lines = [line.strip() for line in _COLOUR.sub("", text).splitlines() if line.strip()]
+        lines = [line for line in lines if "Error" in line] or lines
+        return " | ".join(lines[-3:]) or "no output"
 
 
 def _free_port() -> int:
