@@ -226,7 +226,9 @@ def _decode_triton(
             num_warps=8,
             num_stages=2,
         )
-    _merge_kernel[(num_rows, num_heads, triton.cdiv(value_dim, 128))](
+    # Few rows may have many splits each: then the splits are loaded together, else the row's columns.
+    splits, columns = (64, 64) if num_rows * num_heads <= 128 else (4, 512)
+    _merge_kernel[(num_rows, num_heads, triton.cdiv(value_dim, columns))](
         partial,
         partial_lse,
         plan.tile_starts,
@@ -235,9 +237,9 @@ def _decode_triton(
         num_programs,
         NUM_HEADS=num_heads,
         VALUE_DIM=value_dim,
-        SPLITS=16,
-        COLUMNS=128,
-        num_warps=2,
+        SPLITS=splits,
+        COLUMNS=columns,
+        num_warps=4,
     )
     return out
 

@@ -1,6 +1,8 @@
-"""Causal MLA prefill on Hopper, in Gluon: the matrix unit multiplies P V while the next scores' softmax runs.
+"""Causal MLA prefill on Hopper, in Gluon: two consumer warp groups over the keys that a producer warp copies in.
 
-Same operands and results as `_prefill_kernel` in mla_prefill.py, which serves every other case.
+Each consumer owns half of a tile's queries. Its matrix products are asynchronous: P V of one key tile and the scores
+of the next run under a softmax, its own or the other consumer's. Same operands and results as `_prefill_kernel` in
+mla_prefill.py, which serves every other case.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_QUERIES = 128
+_QUERIES = 64  # of one consumer: the M of the matrix unit's instruction
 _KEYS = 128
 _NOPE_DIM, _ROPE_DIM, _VALUE_DIM = 128, 64, 128
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -48,8 +50,10 @@ def launch(
 ) -> None:
     """Fill the rows of `out` that belong to a sequence; scale: times log2(e)."""
     num_heads = q.shape[1]
-    num_tiles = -(-max_query_len // _QUERIES)
-    _prefill_kernel[(num_heads, num_tiles, query_starts.shape[0] - 1)](
+    num_sequences = query_starts.shape[0] - 1
+    num_tiles = -(-max_query_len // (2 * _QUERIES))
+    num_multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    _prefill_kernel[(min(num_multiprocessors, num_tiles * num_sequences * num_heads),)](
         _per_head(q, _QUERIES, _NOPE_DIM),
         _per_head(q, _QUERIES, _ROPE_DIM),
         _per_head(k_nope, _KEYS, _NOPE_DIM),
@@ -60,6 +64,7 @@ def launch(
         out,
         scale,
         num_tiles,
+        num_sequences,
         q.stride(1),
         k_nope.stride(1),
         v.stride(1),
@@ -69,7 +74,7 @@ def launch(
         VALUE_DIM=_VALUE_DIM,
         QUERIES=_QUERIES,
         KEYS=_KEYS,
-        num_warps=8,
+        num_warps=4,
     )
 
 
@@ -106,7 +111,212 @@ def _softmax_step(scores, scale, maximum, denominator, row_end, first_key, is_ma
     return weights.to(DTYPE), new_maximum, denominator, decay
 
 
-@gluon.jit(do_not_specialize=["num_tiles"])
+@gluon.jit
+def _locate(
+    work,
+    query_starts,
+    key_starts,
+    num_tiles,
+    num_sequences,
+    NUM_HEADS: gl.constexpr,
+    TILE: gl.constexpr,
+    KEYS: gl.constexpr,
+):
+    """The work-th tile of queries, the last tiles of all sequences and heads first: they see the most keys."""
+    head = work % NUM_HEADS
+    sequence = work // NUM_HEADS % num_sequences
+    first_query = (num_tiles - 1 - work // NUM_HEADS // num_sequences) * TILE
+    query_start = gl.load(query_starts + sequence)
+    num_queries = gl.load(query_starts + sequence + 1) - query_start
+    key_start = gl.load(key_starts + sequence)
+    num_keys = gl.load(key_starts + sequence + 1) - key_start
+    first_end = num_keys - num_queries + first_query + 1  # keys that the tile's first query sees
+    last_end = gl.minimum(num_keys, first_end + TILE - 1)
+    num_steps = gl.where(first_query < num_queries, gl.maximum((last_end + KEYS - 1) // KEYS, 0), 0)
+    return head, query_start, first_query, num_queries, key_start, num_keys, first_end, num_steps
+
+
+@gluon.jit
+def _produce(
+    q_nope_rows,
+    q_rope_rows,
+    k_nope_rows,
+    k_rope_rows,
+    v_rows,
+    query_starts,
+    key_starts,
+    num_tiles,
+    num_sequences,
+    q_head_stride,
+    k_head_stride,
+    v_head_stride,
+    q_nope,
+    q_rope,
+    k_nope,
+    k_rope,
+    v,
+    q_arrived,
+    q_free,
+    k_arrived,
+    k_free,
+    v_arrived,
+    v_free,
+    NUM_HEADS: gl.constexpr,
+):
+    """Copy each tile's queries, then its keys and values from the diagonal backwards, as their buffers become free."""
+    QUERIES: gl.constexpr = q_nope.shape[1]
+    KEYS: gl.constexpr = k_nope.shape[1]
+    NOPE_DIM: gl.constexpr = q_nope.shape[2]
+    ROPE_DIM: gl.constexpr = q_rope.shape[2]
+    VALUE_DIM: gl.constexpr = v.shape[2]
+    num_works = num_tiles * num_sequences * NUM_HEADS
+    num_done = 0  # tiles
+    num_copied = 0  # key tiles
+    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
+        head, query_start, first_query, _num_queries, key_start, _num_keys, _first_end, num_steps = _locate(
+            work, query_starts, key_starts, num_tiles, num_sequences, NUM_HEADS, 2 * QUERIES, KEYS
+        )
+        if num_steps > 0:
+            mbarrier.wait(q_free, (num_done & 1) ^ 1)
+            mbarrier.expect(q_arrived, 2 * QUERIES * (NOPE_DIM + ROPE_DIM) * 2)
+            for i in gl.static_range(2):
+                row = query_start + first_query + i * QUERIES
+                column = head * q_head_stride
+                tma.async_copy_global_to_shared(q_nope_rows, [row, column], q_arrived, q_nope.index(i))
+                tma.async_copy_global_to_shared(q_rope_rows, [row, column + NOPE_DIM], q_arrived, q_rope.index(i))
+            num_done += 1
+            for step in range(num_steps):
+                stage = num_copied % 2
+                phase = (num_copied // 2 & 1) ^ 1
+                first = key_start + (num_steps - 1 - step) * KEYS
+                k_barrier = k_arrived.index(stage)
+                mbarrier.wait(k_free.index(stage), phase)
+                mbarrier.expect(k_barrier, KEYS * (NOPE_DIM + ROPE_DIM) * 2)
+                tma.async_copy_global_to_shared(
+                    k_nope_rows, [first, head * k_head_stride], k_barrier, k_nope.index(stage)
+                )
+                tma.async_copy_global_to_shared(k_rope_rows, [first, 0], k_barrier, k_rope.index(stage))
+                v_barrier = v_arrived.index(stage)
+                mbarrier.wait(v_free.index(stage), phase)
+                mbarrier.expect(v_barrier, KEYS * VALUE_DIM * 2)
+                tma.async_copy_global_to_shared(v_rows, [first, head * v_head_stride], v_barrier, v.index(stage))
+                num_copied += 1
+
+
+@gluon.jit
+def _consume(
+    query_starts,
+    key_starts,
+    out,
+    scale,
+    num_tiles,
+    num_sequences,
+    q_nope,
+    q_rope,
+    k_nope,
+    k_rope,
+    v,
+    q_arrived,
+    q_free,
+    k_arrived,
+    k_free,
+    v_arrived,
+    v_free,
+    half,
+    NUM_HEADS: gl.constexpr,
+):
+    """Attend the queries of one half of each tile.
+
+    In flight together: the scores of a key tile and P V of the one before; then P V and the softmax of those scores.
+    """
+    QUERIES: gl.constexpr = q_nope.shape[1]
+    KEYS: gl.constexpr = k_nope.shape[1]
+    VALUE_DIM: gl.constexpr = v.shape[2]
+    dtype: gl.constexpr = q_nope.dtype
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
+    weight_layout: gl.constexpr = gl.DotOperandLayout(0, value_layout, 2)
+    no_scores = gl.zeros([QUERIES, KEYS], gl.float32, score_layout)
+    own_nope = q_nope.index(half)
+    own_rope = q_rope.index(half)
+    num_works = num_tiles * num_sequences * NUM_HEADS
+    num_done = 0  # tiles
+    num_used = 0  # key tiles
+    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
+        head, query_start, first_query, num_queries, _key_start, num_keys, first_end, num_steps = _locate(
+            work, query_starts, key_starts, num_tiles, num_sequences, NUM_HEADS, 2 * QUERIES, KEYS
+        )
+        if num_steps > 0:
+            first_query += half * QUERIES
+            first_end += half * QUERIES
+            row = gl.arange(0, QUERIES, gl.SliceLayout(1, score_layout))
+            row_end = gl.minimum(first_end + row, num_keys)
+            maximum = gl.full([QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout))
+            denominator = gl.zeros([QUERIES], gl.float32, gl.SliceLayout(1, score_layout))
+            numerator = gl.zeros([QUERIES, VALUE_DIM], gl.float32, value_layout)
+
+            stage = num_used % 2
+            phase = num_used // 2 & 1
+            first_key = (num_steps - 1) * KEYS
+            mbarrier.wait(q_arrived, num_done & 1)
+            num_done += 1
+            mbarrier.wait(k_arrived.index(stage), phase)
+            scores = warpgroup_mma(
+                own_nope, k_nope.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
+            )
+            scores = warpgroup_mma(own_rope, k_rope.index(stage).permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(k_free.index(stage), count=1)
+            weights, maximum, denominator, decay = _softmax_step(
+                scores, scale, maximum, denominator, row_end, first_key, True, dtype
+            )
+            if first_key + KEYS > num_keys:
+                # Both consumers may do it: they write the same bits.
+                mbarrier.wait(v_arrived.index(stage), phase)
+                _zero_rows(v.index(stage), num_keys - first_key)
+                fence_async_shared()
+
+            for _ in range(1, num_steps):
+                previous = stage
+                previous_phase = phase
+                num_used += 1
+                stage = num_used % 2
+                phase = num_used // 2 & 1
+                first_key -= KEYS
+                mbarrier.wait(k_arrived.index(stage), phase)
+                scores = warpgroup_mma(
+                    own_nope, k_nope.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
+                )
+                scores = warpgroup_mma(own_rope, k_rope.index(stage).permute((1, 0)), scores, is_async=True)
+                mbarrier.wait(v_arrived.index(previous), previous_phase)
+                operand = gl.convert_layout(weights, weight_layout)
+                numerator = warpgroup_mma(operand, v.index(previous), numerator, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=[scores])
+                mbarrier.arrive(k_free.index(stage), count=1)
+                weights, maximum, denominator, decay = _softmax_step(
+                    scores, scale, maximum, denominator, row_end, first_key, first_key + KEYS > first_end, dtype
+                )
+                numerator = warpgroup_mma_wait(0, deps=[numerator])
+                mbarrier.arrive(v_free.index(previous), count=1)
+                numerator = numerator * gl.convert_layout(decay, gl.SliceLayout(1, value_layout))[:, None]
+
+            mbarrier.arrive(q_free, count=1)
+            mbarrier.wait(v_arrived.index(stage), phase)
+            operand = gl.convert_layout(weights, weight_layout)
+            numerator = warpgroup_mma(operand, v.index(stage), numerator, is_async=True)
+            numerator = warpgroup_mma_wait(0, deps=[numerator])
+            mbarrier.arrive(v_free.index(stage), count=1)
+            num_used += 1
+
+            inverse = gl.where(denominator > 0, 1.0 / denominator, 0.0)
+            result = numerator * gl.convert_layout(inverse, gl.SliceLayout(1, value_layout))[:, None]
+            query = first_query + gl.arange(0, QUERIES, gl.SliceLayout(1, value_layout))
+            column = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, value_layout))
+            target = ((query_start + query).to(gl.int64) * NUM_HEADS + head) * VALUE_DIM
+            gl.store(out + target[:, None] + column[None, :], result.to(dtype), mask=(query < num_queries)[:, None])
+
+
+@gluon.jit(do_not_specialize=["num_tiles", "num_sequences"])
 def _prefill_kernel(
     q_nope_rows,
     q_rope_rows,
@@ -118,6 +328,7 @@ def _prefill_kernel(
     out,
     scale,
     num_tiles,
+    num_sequences,
     q_head_stride,
     k_head_stride,
     v_head_stride,
@@ -128,126 +339,94 @@ def _prefill_kernel(
     QUERIES: gl.constexpr,
     KEYS: gl.constexpr,
 ):
-    """One tile of queries of one head of one sequence, over its key tiles from the diagonal backwards.
-
-    scores(j+1) and P(j) V(j) are in flight together; the softmax of j+1 starts as soon as its scores are there.
-    """
+    """Persistent: every program takes tiles of 2 * QUERIES queries of one head of one sequence in turn."""
     dtype: gl.constexpr = q_nope_rows.dtype
-    warps: gl.constexpr = gl.num_warps()
     smem: gl.constexpr = q_nope_rows.layout
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, KEYS, 16])
-    value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, VALUE_DIM, 16])
-    weight_layout: gl.constexpr = gl.DotOperandLayout(0, value_layout, 2)
-
-    head = gl.program_id(0)
-    # Longest first: the last tiles see the most keys.
-    first_query = (num_tiles - 1 - gl.program_id(1)) * QUERIES
-    sequence = gl.program_id(2)
-    query_start = gl.load(query_starts + sequence)
-    num_queries = gl.load(query_starts + sequence + 1) - query_start
-    key_start = gl.load(key_starts + sequence)
-    num_keys = gl.load(key_starts + sequence + 1) - key_start
-    first_end = num_keys - num_queries + first_query + 1  # keys that the tile's first query sees
-    last_end = gl.minimum(num_keys, first_end + QUERIES - 1)
-    num_steps = gl.where(first_query < num_queries, gl.maximum((last_end + KEYS - 1) // KEYS, 0), 0)
-
-    if num_steps == 0:
-        return
-    q_nope = gl.allocate_shared_memory(dtype, [QUERIES, NOPE_DIM], smem)
-    q_rope = gl.allocate_shared_memory(dtype, [QUERIES, ROPE_DIM], smem)
+    q_nope = gl.allocate_shared_memory(dtype, [2, QUERIES, NOPE_DIM], smem)
+    q_rope = gl.allocate_shared_memory(dtype, [2, QUERIES, ROPE_DIM], smem)
     k_nope = gl.allocate_shared_memory(dtype, [2, KEYS, NOPE_DIM], smem)
     k_rope = gl.allocate_shared_memory(dtype, [2, KEYS, ROPE_DIM], smem)
     v = gl.allocate_shared_memory(dtype, [2, KEYS, VALUE_DIM], smem)
     q_arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_arrived, count=1)
+    mbarrier.init(q_free, count=2)
     for i in gl.static_range(2):
         mbarrier.init(k_arrived.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
         mbarrier.init(v_arrived.index(i), count=1)
+        mbarrier.init(v_free.index(i), count=2)
     fence_async_shared()
-    q_column = head * q_head_stride
-    k_column = head * k_head_stride
-    v_column = head * v_head_stride
-    K_BYTES: gl.constexpr = KEYS * (NOPE_DIM + ROPE_DIM) * 2
-    V_BYTES: gl.constexpr = KEYS * VALUE_DIM * 2
-    mbarrier.expect(q_arrived, QUERIES * (NOPE_DIM + ROPE_DIM) * 2)
-    tma.async_copy_global_to_shared(q_nope_rows, [query_start + first_query, q_column], q_arrived, q_nope)
-    tma.async_copy_global_to_shared(q_rope_rows, [query_start + first_query, q_column + NOPE_DIM], q_arrived, q_rope)
-    for i in gl.static_range(2):
-        first = key_start + (num_steps - 1 - i) * KEYS
-        if i < num_steps:
-            mbarrier.expect(k_arrived.index(i), K_BYTES)
-            tma.async_copy_global_to_shared(k_nope_rows, [first, k_column], k_arrived.index(i), k_nope.index(i))
-            tma.async_copy_global_to_shared(k_rope_rows, [first, 0], k_arrived.index(i), k_rope.index(i))
-            mbarrier.expect(v_arrived.index(i), V_BYTES)
-            tma.async_copy_global_to_shared(v_rows, [first, v_column], v_arrived.index(i), v.index(i))
-
-    row = gl.arange(0, QUERIES, gl.SliceLayout(1, score_layout))
-    row_end = gl.minimum(first_end + row, num_keys)
-    maximum = gl.full([QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout))
-    denominator = gl.zeros([QUERIES], gl.float32, gl.SliceLayout(1, score_layout))
-    numerator = gl.zeros([QUERIES, VALUE_DIM], gl.float32, value_layout)
-    no_scores = gl.zeros([QUERIES, KEYS], gl.float32, score_layout)
-
-    first_key = (num_steps - 1) * KEYS
-    mbarrier.wait(q_arrived, 0)
-    mbarrier.wait(k_arrived.index(0), 0)
-    scores = warpgroup_mma(q_nope, k_nope.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma(q_rope, k_rope.index(0).permute((1, 0)), scores, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    weights, maximum, denominator, decay = _softmax_step(
-        scores, scale, maximum, denominator, row_end, first_key, True, dtype
+    consumer_0 = (
+        query_starts,
+        key_starts,
+        out,
+        scale,
+        num_tiles,
+        num_sequences,
+        q_nope,
+        q_rope,
+        k_nope,
+        k_rope,
+        v,
+        q_arrived,
+        q_free,
+        k_arrived,
+        k_free,
+        v_arrived,
+        v_free,
+        0,
+        NUM_HEADS,
     )
-    if first_key + KEYS > num_keys:
-        mbarrier.wait(v_arrived.index(0), 0)
-        _zero_rows(v.index(0), num_keys - first_key)
-        fence_async_shared()
-
-    for step in range(1, num_steps):
-        stage = step % 2
-        phase = step // 2 % 2
-        first_key = (num_steps - 1 - step) * KEYS
-        if step + 1 < num_steps:
-            # The other stage's keys have been used; its values follow below.
-            next_key = key_start + first_key - KEYS
-            mbarrier.expect(k_arrived.index(1 - stage), K_BYTES)
-            tma.async_copy_global_to_shared(
-                k_nope_rows, [next_key, k_column], k_arrived.index(1 - stage), k_nope.index(1 - stage)
-            )
-            tma.async_copy_global_to_shared(
-                k_rope_rows, [next_key, 0], k_arrived.index(1 - stage), k_rope.index(1 - stage)
-            )
-        mbarrier.wait(k_arrived.index(stage), phase)
-        scores = warpgroup_mma(q_nope, k_nope.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma(q_rope, k_rope.index(stage).permute((1, 0)), scores, is_async=True)
-        previous = (step - 1) % 2
-        mbarrier.wait(v_arrived.index(previous), (step - 1) // 2 % 2)
-        operand = gl.convert_layout(weights, weight_layout)
-        numerator = warpgroup_mma(operand, v.index(previous), numerator, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        is_masked = first_key + KEYS > first_end
-        weights, maximum, denominator, decay = _softmax_step(
-            scores, scale, maximum, denominator, row_end, first_key, is_masked, dtype
-        )
-        numerator = warpgroup_mma_wait(0, deps=[numerator])
-        if step + 1 < num_steps:
-            next_value = key_start + first_key - KEYS
-            mbarrier.expect(v_arrived.index(previous), V_BYTES)
-            tma.async_copy_global_to_shared(
-                v_rows, [next_value, v_column], v_arrived.index(previous), v.index(previous)
-            )
-        numerator = numerator * gl.convert_layout(decay, gl.SliceLayout(1, value_layout))[:, None]
-
-    last = (num_steps - 1) % 2
-    mbarrier.wait(v_arrived.index(last), (num_steps - 1) // 2 % 2)
-    operand = gl.convert_layout(weights, weight_layout)
-    numerator = warpgroup_mma(operand, v.index(last), numerator, is_async=True)
-    numerator = warpgroup_mma_wait(0, deps=[numerator])
-
-    inverse = gl.where(denominator > 0, 1.0 / denominator, 0.0)
-    result = numerator * gl.convert_layout(inverse, gl.SliceLayout(1, value_layout))[:, None]
-    query = first_query + gl.arange(0, QUERIES, gl.SliceLayout(1, value_layout))
-    column = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, value_layout))
-    target = ((query_start + query).to(gl.int64) * NUM_HEADS + head) * VALUE_DIM
-    gl.store(out + target[:, None] + column[None, :], result.to(dtype), mask=(query < num_queries)[:, None])
+    consumer_1 = (
+        query_starts,
+        key_starts,
+        out,
+        scale,
+        num_tiles,
+        num_sequences,
+        q_nope,
+        q_rope,
+        k_nope,
+        k_rope,
+        v,
+        q_arrived,
+        q_free,
+        k_arrived,
+        k_free,
+        v_arrived,
+        v_free,
+        1,
+        NUM_HEADS,
+    )
+    producer = (
+        q_nope_rows,
+        q_rope_rows,
+        k_nope_rows,
+        k_rope_rows,
+        v_rows,
+        query_starts,
+        key_starts,
+        num_tiles,
+        num_sequences,
+        q_head_stride,
+        k_head_stride,
+        v_head_stride,
+        q_nope,
+        q_rope,
+        k_nope,
+        k_rope,
+        v,
+        q_arrived,
+        q_free,
+        k_arrived,
+        k_free,
+        v_arrived,
+        v_free,
+        NUM_HEADS,
+    )
+    gl.warp_specialize([(_consume, consumer_0), (_consume, consumer_1), (_produce, producer)], [4, 1], [240, 24])
