@@ -195,9 +195,9 @@ def public_names(path: Path) -> set[str]:
 
 
 def annotations_missing(path: Path) -> list[str]:
-    """Functions without full annotations; Triton's jitted ones cannot carry any."""
+    """Functions of a module without full annotations; Triton's jitted ones cannot carry any."""
     missing = []
-    for node in ast.walk(parse(path)):
+    for node in parse(path).body:
         if not isinstance(node, ast.FunctionDef) or any("jit" in ast.unparse(d) for d in node.decorator_list):
             continue
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
