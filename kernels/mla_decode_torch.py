@@ -35,7 +35,7 @@ class _GatheredWork:
     rows: torch.Tensor  # [G] query row of each sequence
     block_ids: torch.Tensor  # [T] the blocks of all sequences, one after another
     block_rows: torch.Tensor  # [T] the query row each block belongs to
-    positions: torch.Tensor  # [T] g * max_blocks + the block's index in its sequence g
+    positions: torch.Tensor | None  # [T] g * max_blocks + the block's index in sequence g; None: 0, 1, 2, ...
     unused_slots: torch.Tensor  # rows of the copy past the end of their sequence
     mask: torch.Tensor  # [G, 1, max_blocks * block_size] fp32: -inf past the end, else 0
 
@@ -79,11 +79,12 @@ def _plan_gathered(short: list[tuple[int, int, torch.Tensor]], block_size: int) 
     positions = (slots[:max_blocks] < num_blocks.unsqueeze(1)).flatten().nonzero().squeeze(1)
     unused = slots >= lens.unsqueeze(1)
     copied = unused.view(-1, block_size).index_select(0, positions)
+    is_dense = len(positions) == len(short) * max_blocks
     return _GatheredWork(
         rows=rows,
         block_ids=torch.cat([blocks for _, _, blocks in short]).long(),
         block_rows=rows.repeat_interleave(num_blocks),
-        positions=positions,
+        positions=None if is_dense else positions,
         unused_slots=copied.flatten().nonzero().squeeze(1),
         mask=torch.zeros(unused.shape).masked_fill_(unused, -torch.inf).unsqueeze(1),
     )
@@ -103,11 +104,11 @@ def _consecutive_runs(blocks: list[int]) -> tuple[tuple[int, int], ...]:
 def decode_torch(
     q: torch.Tensor, cache: torch.Tensor, plan: TorchDecodePlan, scale: float, value_dim: int
 ) -> torch.Tensor:
-    num_rows, num_heads, _ = q.shape
-    scaled = q.float() * scale
+    num_rows, num_heads, dim = q.shape
     # One query per sequence: pad the heads of all sequences at once instead of each sequence's rows.
-    if not plan.sequences:
-        scaled = torch.nn.functional.pad(scaled, (0, 0, 0, -num_heads % _ROW_TILE))
+    num_padded = num_heads if plan.sequences else num_heads + -num_heads % _ROW_TILE
+    scaled = torch.zeros(num_rows, num_padded, dim)
+    torch.mul(q.float(), scale, out=scaled[:, :num_heads])
     out = torch.zeros(num_rows, scaled.shape[1], value_dim)
     if plan.gathered is not None:
         _attend_gathered(scaled, cache, plan.gathered, out)
@@ -139,14 +140,18 @@ def _attend_gathered(q: torch.Tensor, cache: torch.Tensor, work: _GatheredWork, 
     keys = cache.index_select(0, work.block_ids).float()
     keys.view(-1, keys.shape[2]).index_fill_(0, work.unused_slots, 0.0)
     rows = _pad_rows(q.index_select(0, work.block_rows))
-    products = torch.bmm(rows, keys.transpose(1, 2))
     num_rows = rows.shape[1]
-    cells = products.new_full((num_cells, num_rows, block_size), -torch.inf).index_copy_(0, work.positions, products)
+    cells = torch.bmm(rows, keys.transpose(1, 2))
+    if work.positions is not None:
+        cells = cells.new_full((num_cells, num_rows, block_size), -torch.inf).index_copy_(0, work.positions, cells)
     scores = cells.view(num_sequences, max_blocks, num_rows, block_size).transpose(1, 2).flatten(2)
-    weights = torch.softmax(scores.add_(work.mask), dim=-1)
+    weights = torch.softmax(scores + work.mask, dim=-1)
     cells = weights.view(num_sequences, num_rows, max_blocks, block_size).transpose(1, 2).flatten(0, 1)
-    values = torch.bmm(cells.index_select(0, work.positions), keys[:, :, :value_dim])
-    partial = values.new_zeros(num_cells, num_rows, value_dim).index_copy_(0, work.positions, values)
+    if work.positions is not None:
+        cells = cells.index_select(0, work.positions)
+    partial = torch.bmm(cells, keys[:, :, :value_dim])
+    if work.positions is not None:
+        partial = partial.new_zeros(num_cells, num_rows, value_dim).index_copy_(0, work.positions, partial)
     summed = _sum_tree(partial.view(num_sequences, max_blocks, num_rows, value_dim).transpose(0, 1))
     out.index_copy_(0, work.rows, summed[:, :num_heads])
 
