@@ -76,6 +76,31 @@ def test_chat_template_equals_transformers(reference: Any, count: int) -> None:
     assert TOKENIZER.apply_chat_template(messages) == expected
 
 
+# What the templates of checkpoints use: namespaces, loop controls, blocks on lines of their own, filters.
+RICH_TEMPLATE = """\
+{%- set ns = namespace(system='', count=0) -%}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}
+        {%- set ns.system = message['content'] | trim %}
+        {%- continue %}
+    {%- endif %}
+    {% set ns.count = ns.count + 1 %}
+    {{ '<|' + message.role + '|>' + message['content'] }}{% if not loop.last %}<|end|>{% endif %}
+    {% if tools is not none or message.tool_calls is defined %}{{ raise_exception('tools') }}{% endif %}
+{% endfor -%}
+{{ {"system": ns.system, "count": ns.count} | tojson }}{{ strftime_now("%Y") }}
+{%- if add_generation_prompt is defined and add_generation_prompt %}<|assistant|>{% endif %}
+"""
+
+
+def test_rich_template_equals_transformers(reference: Any, tmp_path: Path) -> None:
+    expected = reference.apply_chat_template(
+        CONVERSATION, chat_template=RICH_TEMPLATE, add_generation_prompt=True, return_dict=False
+    )
+    tokenizer = Tokenizer(folder_with(tmp_path, template=RICH_TEMPLATE))
+    assert tokenizer.apply_chat_template(CONVERSATION) == expected
+
+
 def test_ids() -> None:
     assert (TOKENIZER.vocab_size, TOKENIZER.bos_id, TOKENIZER.eos_id) == (8192, 0, 1)
     assert TOKENIZER.special_ids == frozenset(range(6))
