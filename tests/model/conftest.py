@@ -33,13 +33,17 @@ class Checkpoint:
         return load_transformer(self.folder, absorbed_prefill=absorbed_prefill, backend=backend)
 
 
-def load_transformer(folder: Path, *, absorbed_prefill: bool = True, backend: Backend | None = None) -> Transformer:
-    """The checkpoint in fp32 on CPU."""
+def load_transformer(
+    folder: Path,
+    *,
+    absorbed_prefill: bool = True,
+    backend: Backend | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Transformer:
     config = ModelConfig.from_folder(folder)
-    weights = load_weights(folder, config, dtype=torch.float32, device="cpu")
-    return Transformer(
-        config, weights, device="cpu", dtype=torch.float32, absorbed_prefill=absorbed_prefill, backend=backend
-    )
+    weights = load_weights(folder, config, dtype=dtype, device=device)
+    return Transformer(config, weights, device=device, dtype=dtype, absorbed_prefill=absorbed_prefill, backend=backend)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from tests.model.conftest import EMBEDDED, Checkpoint, load_transformer
 from tests.model.driver import BLOCK_SIZE, Driver
 
 MAX_LOGIT_DIFF = 1e-4
+# Mean over the vocabulary, of logits with a spread of about 3: bf16 rounds to 3 digits and may flip an expert.
+MAX_BF16_DIFF = 0.15
 
 # (tokens, chunk): one below, at and above a block, and a whole step's chunk; the chunk cuts blocks and fills them.
 LENGTHS = [
@@ -100,6 +102,31 @@ def test_variants_equal_the_oracle(tmp_path: Path, family: str, overrides: dict[
     driver = Driver(load_transformer(folder))
     logits = driver.run(driver.add(prompt), 100)
     assert (logits - oracle_logits(load_oracle(folder), prompt)[[99, 149]]).abs().max() <= MAX_LOGIT_DIFF
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "max_diff"),
+    [
+        pytest.param("cpu", torch.bfloat16, MAX_BF16_DIFF, id="cpu-bf16"),
+        pytest.param("cuda", torch.bfloat16, MAX_BF16_DIFF, id="cuda-bf16", marks=pytest.mark.gpu),
+        # cuBLAS and the Triton kernels add in another order than the oracle's CPU code.
+        pytest.param("cuda", torch.float32, 1e-3, id="cuda-fp32", marks=pytest.mark.gpu),
+    ],
+)
+def test_other_devices_and_dtypes_stay_close(
+    checkpoint_of: CheckpointOf, absorbed_prefill: bool, device: str, dtype: torch.dtype, max_diff: float
+) -> None:
+    """The largest difference of the mean over the vocabulary, at every chunk's end and in one decode."""
+    checkpoint = checkpoint_of(EMBEDDED)
+    model = load_transformer(checkpoint.folder, absorbed_prefill=absorbed_prefill, dtype=dtype, device=device)
+    prompt = random_prompt(200, seed=5, vocab_size=checkpoint.config.vocab_size)
+    driver = Driver(model)
+    sequence = driver.add(prompt[:199])
+    logits = driver.run(sequence, 70)
+    driver.append(sequence, prompt[199])
+    logits = torch.cat([logits, driver.run(sequence, 1)]).cpu()
+    expected = oracle_logits(checkpoint.oracle, prompt)[[69, 139, 198, 199]]
+    assert (logits - expected).abs().mean(-1).max() <= max_diff
 
 
 def generate_greedily(model: Transformer, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
