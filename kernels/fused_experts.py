@@ -202,7 +202,7 @@ class Tile:
     depth: int  # of the reduction, per step
     num_warps: int
     num_stages: int
-    programs: int  # per multiprocessor
+    programs: int  # at most, per multiprocessor: few that walk over tiles, or 16, in effect one per tile
     group: int = 8  # row blocks that walk the columns together
 
 
@@ -218,9 +218,9 @@ class ExpertTiles:
 
 # Measured on an H200 with 64 experts, 6 per token, 2048 -> 2 x 1408 -> 2048 in bf16 (kernels/RESULTS.md).
 TILES_16BIT = (
-    ExpertTiles(4, 16, Tile(64, 128, 4, 3, 2, 1), Tile(64, 128, 4, 4, 2, 1)),
-    ExpertTiles(16, 16, Tile(128, 128, 4, 3, 1, 1), Tile(64, 128, 4, 4, 2, 1)),
-    ExpertTiles(96, 64, Tile(64, 64, 4, 3, 3), Tile(128, 64, 4, 3, 2)),
+    ExpertTiles(4, 16, Tile(64, 128, 4, 3, 16, 1), Tile(64, 128, 4, 4, 16, 1)),
+    ExpertTiles(16, 16, Tile(128, 128, 4, 3, 16, 1), Tile(128, 128, 4, 4, 16, 1)),
+    ExpertTiles(96, 64, Tile(64, 64, 4, 3, 16), Tile(128, 64, 8, 3, 16)),
     ExpertTiles(400, 128, Tile(128, 64, 8, 4, 1), Tile(256, 64, 8, 4, 1)),
     ExpertTiles(float("inf"), 128, Tile(128, 64, 8, 3, 1), Tile(128, 64, 4, 3, 2)),
 )

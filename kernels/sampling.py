@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,11 @@ _LANES = 4096  # part of the definition: the order in which a row's weights are 
 _MIN_TEMPERATURE = 1e-6  # below it every temperature draws the best token
 
 
-def philox_4x32_10(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Ten rounds of Philox4x32 on four counter words and two key words, int64 tensors that hold 32-bit values.
+Word = TypeVar("Word", int, torch.Tensor)  # 32 bits, held by a Python int or by each number of an int64 tensor
+
+
+def philox_4x32_10(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> tuple[Word, Word, Word, Word]:
+    """Ten rounds of Philox4x32 on four counter words and two key words.
 
     Source: Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405
     """
@@ -29,7 +34,7 @@ def philox_4x32_10(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, .
     return c0, c1, c2, c3
 
 
-def _multiply(value: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _multiply(value: Word, factor: int) -> tuple[Word, Word]:
     """Low and high words of a 32 x 32 bit product, in int64 without overflow: by 16-bit halves of `value`."""
     low = (value & 0xFFFF) * factor
     high = (value >> 16) * factor + (low >> 16)
@@ -45,6 +50,15 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     counter = (positions & _MASK, positions >> 32 & _MASK, zero, zero)
     word = philox_4x32_10(counter, (seeds & _MASK, seeds >> 32 & _MASK))[0]
     return (word >> 9).float() * 2.0**-23
+
+
+def _uniforms_on_host(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`uniforms`, faster for the few rows of a CPU step: hundreds of operations on Python's ints, not on tensors."""
+    words = [
+        philox_4x32_10((position & _MASK, position >> 32 & _MASK, 0, 0), (seed & _MASK, seed >> 32 & _MASK))[0]
+        for seed, position in zip(seeds.tolist(), positions.tolist(), strict=True)
+    ]
+    return torch.tensor([(word >> 9) * 2.0**-23 for word in words], dtype=torch.float32)
 
 
 def _clean(logits: torch.Tensor) -> torch.Tensor:
@@ -66,7 +80,8 @@ def sample_reference(
 def _weights(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Scaled around the maximum, so that no temperature overflows; a row of -inf alone has no weight anywhere."""
     best = logits.amax(-1, keepdim=True).clamp(min=-_FINITE_MAX)
-    return torch.exp((logits - best) * temperatures.clamp(min=_MIN_TEMPERATURE).reciprocal()[:, None])
+    inverse = temperatures.clamp(min=_MIN_TEMPERATURE).reciprocal()
+    return torch.exp((logits - best) * inverse[:, None])
 
 
 def _kept(logits: torch.Tensor, weights: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
@@ -83,13 +98,14 @@ def _kept(logits: torch.Tensor, weights: torch.Tensor, top_ks: torch.Tensor, top
 
 def _draw(weights: torch.Tensor, min_ps: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """The token at which the weights, added up in the order (id mod _LANES, id), exceed number * sum."""
-    num_rows, vocab = weights.shape
+    vocab = weights.shape[1]
     weights = weights.masked_fill(weights < min_ps[:, None], 0.0)
-    lanes = torch.nn.functional.pad(weights, (0, -vocab % _LANES)).view(num_rows, -1, _LANES)
+    width = min(_LANES, vocab)
+    lanes = torch.nn.functional.pad(weights, (0, -vocab % width)).unflatten(1, (-1, width))
     mass = lanes.transpose(1, 2).flatten(1).cumsum(-1)
     place = (mass <= numbers[:, None] * mass[:, -1:]).sum(-1).clamp_(max=mass.shape[1] - 1)
     lane, step = place // lanes.shape[1], place % lanes.shape[1]
-    return step * _LANES + lane
+    return step * width + lane
 
 
 def _torch_sample(
@@ -108,7 +124,7 @@ def _torch_sample(
     cut = ((top_ks > 0) | (top_ps < 1.0)).nonzero().squeeze(1)
     if cut.numel():
         weights[cut] *= _kept(logits[cut], weights[cut], top_ks[cut], top_ps[cut])
-    token_ids[rows] = _draw(weights, min_ps[rows], uniforms(seeds[rows], positions[rows]))
+    token_ids[rows] = _draw(weights, min_ps[rows], _uniforms_on_host(seeds[rows], positions[rows]))
     return token_ids
 
 

@@ -169,9 +169,10 @@ def test_frequencies_follow_the_filtered_distribution() -> None:
     ids=["zeros", "ones", "pi"],
 )
 def test_philox_gives_the_published_words(
-    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
+    counter: tuple[int, int, int, int], key: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
     """The known answers of the Random123 distribution (philox 4x32 10)."""
+    assert philox_4x32_10(counter, key) == expected
     words = philox_4x32_10(tuple(torch.tensor([c]) for c in counter), tuple(torch.tensor([k]) for k in key))
     assert tuple(int(word) for word in words) == expected
 
