@@ -104,8 +104,9 @@ def _draw(weights: torch.Tensor, min_ps: torch.Tensor, numbers: torch.Tensor) ->
     lanes = torch.nn.functional.pad(weights, (0, -vocab % width)).unflatten(1, (-1, width))
     mass = lanes.transpose(1, 2).flatten(1).cumsum(-1)
     place = (mass <= numbers[:, None] * mass[:, -1:]).sum(-1).clamp_(max=mass.shape[1] - 1)
-    lane, step = place // lanes.shape[1], place % lanes.shape[1]
-    return step * width + lane
+    lanes_before, step = place // lanes.shape[1], place % lanes.shape[1]
+    token_ids: torch.Tensor = step * width + lanes_before
+    return token_ids
 
 
 def _torch_sample(
