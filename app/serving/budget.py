@@ -33,11 +33,12 @@ class Shares:
         self.granted = {name: min(claim.wanted, claim.target) for name, claim in claims.items()}
         self.notes: dict[str, list[str]] = {name: [] for name in claims}
         self._promised = dict.fromkeys(claims, 0)
+        self._gave: set[str] = set()  # these do not take in the same round
 
     def settle(self) -> None:
         self._cut_to_budget()
         stuck: set[str] = set()
-        while takers := [name for name in self.granted if name not in stuck and self._lacks(name) > 0]:
+        while takers := [name for name in self.granted if name not in stuck | self._gave and self._lacks(name) > 0]:
             taker = min(takers, key=lambda name: (self._satisfaction(name, 0), name))
             cost = self._claims[taker].cost
             free = self._budget - self._cost({name: self._held(name) for name in self.granted})
@@ -71,6 +72,7 @@ class Shares:
             reason = self._why_give(donor, count, taker)
             if reason is not None:
                 self.granted[donor] -= count
+                self._gave.add(donor)
                 self.notes[donor].append(f"gives {count} to {taker}: {reason}")
                 return True
         return False

@@ -9,7 +9,7 @@ that arrives says *how many*. So a backlog that grows while replicas start does 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
@@ -115,13 +115,21 @@ class ScalingConfig:
 # ---- what is kept between calls, and what comes out ----
 
 
+class Wish(NamedTuple):
+    """A number of replicas that has been called for without a break."""
+
+    since_s: float
+    replicas: int
+
+
 @dataclass(frozen=True, slots=True)
 class PoolState:
+    """What the policy remembers of a pool."""
+
     seen: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # replica -> (stamp, when it changed)
-    up_since_s: float | None = None
-    up_to: int = 0  # least need since then
-    down_since_s: float | None = None
-    down_to: int = 0  # greatest need since then
+    up: Wish | None = None  # the least wanted since then
+    down: Wish | None = None  # the most needed since then
+    spare: Wish | None = None  # the same, if another pool is short
     backlog_since_s: float | None = None
     backlog: float = 0.0  # at that time, as a multiple of what is tolerated
     starting_since_s: float | None = None
@@ -201,7 +209,7 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
     fresh = [report.signals for key, report in pool.reports.items() if now - state.seen[key][1] < stale_after_s]
     values: dict[str, float] = {"target": pool.target, "running": pool.num_running, "reporting": len(fresh)}
     if pool.num_running == 0 or not fresh:
-        state = replace(state, up_since_s=None, down_since_s=None, backlog_since_s=None)
+        state = replace(state, up=None, down=None, spare=None, backlog_since_s=None)
         wanted, why = _without_figures(pool, current, values)
         wanted, why = _placeable(wanted, why, pool, state, config, now)
         return _Assessment(_claim(pool, config, state, now, wanted, wanted, wanted), state, values, why)
@@ -210,23 +218,29 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
     state, slow_load = _slowly(state, load, config, now)
     # A queue that drains fills every place and the cache, whatever arrives: then only the arrivals count.
     need = _replicas_for(load, config.max_utilisation, config, present=load.backlog < 1)
-    low = _replicas_for(slow_load, config.consolidation_utilisation, config, present=True)
-    low = max(low, config.min_replicas)
+    spare = max(_replicas_for(load, config.consolidation_utilisation, config, present=True), config.min_replicas)
+    low = max(_replicas_for(slow_load, config.consolidation_utilisation, config, present=True), spare)
     values |= {**_totals(fresh), **_known(load), "need": need, "need_to_consolidate": low}
 
     state, up, why = _upward(load, need, pool, state, config, now)
-    state = _wants_more(state, up, config, now) if up > current else replace(state, up_since_s=None)
+    # A queue that has only just formed counts from where it did: its growth already took a window to see.
+    mark_s = state.backlog_since_s
+    since_s = mark_s if mark_s is not None and now - mark_s <= 2 * config.up_window_s else now
+    is_calm = len(fresh) >= pool.num_running and load.backlog < 1
+    state = replace(
+        state,
+        up=_sustained(state.up, up, since_s, min) if up > current else None,
+        down=_sustained(state.down, low, now, max) if is_calm and low < current else None,
+        spare=_sustained(state.spare, spare, now, max) if is_calm and spare < current else None,
+    )
     if len(fresh) < pool.num_running:
         why += (f"no scaling down: {pool.num_running - len(fresh)} replicas have no fresh figures",)
-    is_calm = len(fresh) >= pool.num_running and load.backlog < 1
-    state = _wants_less(state, low, now) if is_calm and low < current else replace(state, down_since_s=None)
 
     wanted, settled = _settled(state, current, config, now)
     wanted, why = _placeable(wanted, why + settled, pool, state, config, now)
-    can_spare = state.down_since_s is not None and now - state.down_since_s >= config.up_window_s
-    spare_to = min(wanted, state.down_to if can_spare else current)
-    claim = _claim(pool, config, state, now, wanted, need if up > current else low, spare_to)
-    return _Assessment(claim, state, values, why)
+    can_spare = state.spare is not None and now - state.spare.since_s >= config.up_window_s
+    spare_to = min(wanted, state.spare.replicas) if state.spare is not None and can_spare else wanted
+    return _Assessment(_claim(pool, config, state, now, wanted, need, spare_to), state, values, why)
 
 
 def _claim(
@@ -282,12 +296,11 @@ def _without_figures(pool: PoolSignals, current: int, values: dict[str, float]) 
 def _placeable(
     wanted: int, why: tuple[str, ...], pool: PoolSignals, state: PoolState, config: PoolScaling, now: float
 ) -> tuple[int, tuple[str, ...]]:
-    most = max(pool.num_running, config.min_replicas)
-    if now >= state.blocked_until_s or wanted <= pool.num_running:
+    if now >= state.blocked_until_s:
         return wanted, why
     wait_s = state.blocked_until_s - now
-    reason = f"no node placed {wanted - pool.num_running} more in {config.start_timeout_s:g} s; retry in {wait_s:.0f} s"
-    return min(wanted, most), (*why, reason)
+    reason = f"no node placed more than {pool.num_running} in {config.start_timeout_s:g} s; next try in {wait_s:.0f} s"
+    return min(wanted, max(pool.num_running, config.min_replicas)), (*why, reason)
 
 
 def _measure(fresh: Sequence[ReplicaSignals], demand: Demand, config: PoolScaling) -> _Load:
@@ -383,31 +396,20 @@ def _upward(
     return replace(state, backlog_since_s=now, backlog=load.backlog), current, (f"{pressure}; draining",)
 
 
-def _wants_more(state: PoolState, count: int, config: PoolScaling, now: float) -> PoolState:
-    if state.up_since_s is None:
-        # A queue that has only just formed counts from where it did: its growth already took a window to see.
-        is_new = state.backlog_since_s is not None and now - state.backlog_since_s <= 2 * config.up_window_s
-        return replace(state, up_since_s=state.backlog_since_s if is_new else now, up_to=count)
-    return replace(state, up_to=min(state.up_to, count))
-
-
-def _wants_less(state: PoolState, count: int, now: float) -> PoolState:
-    if state.down_since_s is None:
-        return replace(state, down_since_s=now, down_to=count)
-    return replace(state, down_to=max(state.down_to, count))
+def _sustained(wish: Wish | None, count: int, since_s: float, pick: Callable[[int, int], int]) -> Wish:
+    return Wish(since_s, count) if wish is None else Wish(wish.since_s, pick(wish.replicas, count))
 
 
 def _settled(state: PoolState, current: int, config: PoolScaling, now: float) -> tuple[int, tuple[str, ...]]:
     """What has been wanted for a whole window, one step at most."""
-    if state.up_since_s is not None and now - state.up_since_s >= config.up_window_s:
-        wanted = min(state.up_to, current + config.max_step, config.max_replicas)
-        return max(wanted, current), ()
+    if state.up is not None and now - state.up.since_s >= config.up_window_s:
+        return max(min(state.up.replicas, current + config.max_step, config.max_replicas), current), ()
     window_s = config.down_window_s * state.patience
-    if state.down_since_s is not None and now - state.down_since_s >= window_s:
+    if state.down is not None and now - state.down.since_s >= window_s:
         # The last replica goes alone: Ray does not stop several at once down to zero.
         least = 1 if current > 1 else 0
-        wanted = max(state.down_to, current - config.max_step, config.min_replicas, least)
-        return min(wanted, current), (f"the load has fitted {state.down_to} for {window_s:g} s",)
+        wanted = max(state.down.replicas, current - config.max_step, least)
+        return min(wanted, current), (f"the load has fitted {state.down.replicas} for {window_s:g} s",)
     return current, ()
 
 
@@ -421,8 +423,9 @@ def _after(state: PoolState, target: int, granted: int, config: PoolScaling, now
         patience = max(patience / 2, 1.0)
     return replace(
         state,
-        up_since_s=None,
-        down_since_s=None,
+        up=None,
+        down=None,
+        spare=None,
         backlog_since_s=None,
         patience=patience,
         lowered_s=now if granted < target else state.lowered_s,
