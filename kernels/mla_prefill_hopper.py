@@ -113,7 +113,7 @@ def _softmax_step(scores, scale, maximum, denominator, row_end, first_key, is_ma
 
 @gluon.jit
 def _locate(
-    work,
+    turn,
     query_starts,
     key_starts,
     num_tiles,
@@ -122,7 +122,16 @@ def _locate(
     TILE: gl.constexpr,
     KEYS: gl.constexpr,
 ):
-    """The work-th tile of queries, the last tiles of all sequences and heads first: they see the most keys."""
+    """The program's tile of queries in this turn; num_steps, its key tiles, is 0 if there is none.
+
+    The last tiles of all sequences and heads come first, because they see the most keys, and programs take them in
+    alternating order (0 1 2, 2 1 0, 0 1 2), so that all get the same number of keys.
+    """
+    num_programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    work = turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
+    is_work = work < num_tiles * num_sequences * NUM_HEADS
+    work = gl.where(is_work, work, 0)
     head = work % NUM_HEADS
     sequence = work // NUM_HEADS % num_sequences
     first_query = (num_tiles - 1 - work // NUM_HEADS // num_sequences) * TILE
@@ -132,7 +141,7 @@ def _locate(
     num_keys = gl.load(key_starts + sequence + 1) - key_start
     first_end = num_keys - num_queries + first_query + 1  # keys that the tile's first query sees
     last_end = gl.minimum(num_keys, first_end + TILE - 1)
-    num_steps = gl.where(first_query < num_queries, gl.maximum((last_end + KEYS - 1) // KEYS, 0), 0)
+    num_steps = gl.where(is_work & (first_query < num_queries), gl.maximum((last_end + KEYS - 1) // KEYS, 0), 0)
     return head, query_start, first_query, num_queries, key_start, num_keys, first_end, num_steps
 
 
@@ -169,12 +178,12 @@ def _produce(
     NOPE_DIM: gl.constexpr = q_nope.shape[2]
     ROPE_DIM: gl.constexpr = q_rope.shape[2]
     VALUE_DIM: gl.constexpr = v.shape[2]
-    num_works = num_tiles * num_sequences * NUM_HEADS
+    num_turns = (num_tiles * num_sequences * NUM_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)
     num_done = 0  # tiles
     num_copied = 0  # key tiles
-    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
+    for turn in range(num_turns):
         head, query_start, first_query, _num_queries, key_start, _num_keys, _first_end, num_steps = _locate(
-            work, query_starts, key_starts, num_tiles, num_sequences, NUM_HEADS, 2 * QUERIES, KEYS
+            turn, query_starts, key_starts, num_tiles, num_sequences, NUM_HEADS, 2 * QUERIES, KEYS
         )
         if num_steps > 0:
             mbarrier.wait(q_free, (num_done & 1) ^ 1)
@@ -239,12 +248,12 @@ def _consume(
     no_scores = gl.zeros([QUERIES, KEYS], gl.float32, score_layout)
     own_nope = q_nope.index(half)
     own_rope = q_rope.index(half)
-    num_works = num_tiles * num_sequences * NUM_HEADS
+    num_turns = (num_tiles * num_sequences * NUM_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)
     num_done = 0  # tiles
     num_used = 0  # key tiles
-    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
+    for turn in range(num_turns):
         head, query_start, first_query, num_queries, _key_start, num_keys, first_end, num_steps = _locate(
-            work, query_starts, key_starts, num_tiles, num_sequences, NUM_HEADS, 2 * QUERIES, KEYS
+            turn, query_starts, key_starts, num_tiles, num_sequences, NUM_HEADS, 2 * QUERIES, KEYS
         )
         if num_steps > 0:
             first_query += half * QUERIES
