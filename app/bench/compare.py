@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from app.config import EngineConfig, ModelSource
@@ -21,6 +22,7 @@ from app.tokenizer import Tokenizer
 
 EXPERTS_BACKENDS = ("eager", "grouped_mm", "batched_mm")
 TRIAL_TOKENS = 8
+QUIET_CORES = 0.1  # what an idle machine's services may use
 HOPELESS = 4.0  # times the best trial: a warm-up this slow needs no trial of its own
 # Real text: on random ids a model's two best logits are often too close to tell two correct programs apart.
 PASSAGE = """\
@@ -114,6 +116,7 @@ def compare_transformers(
     )
     model = _load_transformers(source.folder)
     ids = Tokenizer(source.folder).encode(PASSAGE)
+    neighbours = Neighbours()
     results = []
     for count in streams:
         prompts = passage_prompts(ids, count)
@@ -121,7 +124,30 @@ def compare_transformers(
         result = _alternate(EngineGenerator(engine), theirs, prompts, output_tokens, runs)
         report(describe(result))
         results.append(result)
-    return {"model": str(source.folder), "dtype": "float32", "threads": threads, "results": results}
+    other_cores = neighbours.cores()
+    if other_cores > QUIET_CORES:
+        report(f"warning: other processes used {other_cores:.2f} cores meanwhile; repeat on a quiet machine")
+    return {
+        "model": str(source.folder), "dtype": "float32", "threads": threads, "other_cores": other_cores,
+        "results": results,
+    }  # fmt: skip
+
+
+class Neighbours:
+    """CPU that other processes of this machine use from now on."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    def cores(self) -> float:
+        """Cores' worth of their use since the construction."""
+        (wall_s, others_s), (start_wall_s, start_others_s) = self._read(), self._start
+        return max(0.0, others_s - start_others_s) / (wall_s - start_wall_s)
+
+    @staticmethod
+    def _read() -> tuple[float, float]:
+        times = psutil.cpu_times()
+        return time.perf_counter(), times.user + times.nice + times.system - time.process_time()
 
 
 def passage_prompts(ids: Sequence[int], count: int) -> list[list[int]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from app.bench.client import RequestRecord
 from app.bench.load import LoadRun
@@ -61,14 +62,18 @@ def draw_timeline(run: LoadRun, path: Path) -> None:
 
 def _draw_pools(replicas: Axes, usage: Axes, samples: Sequence[Sample]) -> None:
     times = [sample.at_s for sample in samples]
-    for pool in sorted({pool for sample in samples for pool in sample.pools()}):
-        replicas.step(times, [len(sample.pools().get(pool, [])) for sample in samples], where="post", label=pool)
+    pools = sorted({pool for sample in samples for pool in sample.pools()})
+    counts = [[len(sample.pools().get(pool, [])) for sample in samples] for pool in pools]
+    if counts:
+        replicas.stackplot(times, counts, labels=pools, step="post", alpha=0.7)
+    for pool in pools:
         usage.plot(times, [sample.kv_usage(pool) for sample in samples], label=pool)
     replicas.set_ylabel("replicas")
+    replicas.yaxis.set_major_locator(MaxNLocator(integer=True))
     usage.set_ylabel("KV usage")
     usage.set_ylim(0, 1)
     for axis in (replicas, usage):
-        if samples:
+        if pools:
             axis.legend(loc="upper right")
         else:
             axis.text(0.5, 0.5, "the server shows no metrics", ha="center", transform=axis.transAxes)

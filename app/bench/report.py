@@ -46,7 +46,7 @@ def environment() -> dict[str, Any]:
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": platform.machine(),
         "cpus": len(os.sched_getaffinity(0)),
-        "load_before": os.getloadavg()[0],
+        "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
         "packages": {name: found for name in _PACKAGES if (found := _version(name))},
     }
