@@ -13,6 +13,7 @@ from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, 
 _MASK = 0xFFFFFFFF
 _FINITE_MAX = torch.finfo(torch.float32).max
 _LANES = 4096  # part of the definition: the order in which a row's weights are added up
+_CANDIDATES = 256  # on CPU: where top-k and top-p usually end
 _MIN_TEMPERATURE = 1e-6  # below it every temperature draws the best token
 
 
@@ -109,11 +110,35 @@ def _draw(weights: torch.Tensor, min_ps: torch.Tensor, numbers: torch.Tensor) ->
     return token_ids
 
 
+def _kept_on_host(
+    logits: torch.Tensor, weights: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor
+) -> torch.Tensor:
+    """`_kept`, sorting only rows whose prefix does not end among their _CANDIDATES best logits."""
+    vocab = logits.shape[1]
+    best, ids = logits.topk(min(_CANDIDATES, vocab))
+    limits = torch.where(top_ks > 0, top_ks, vocab)[:, None]
+    rank = torch.arange(best.shape[1])
+    ordered = weights.gather(1, ids).masked_fill(rank >= limits, 0.0)
+    mass = ordered.cumsum(-1)
+    total = torch.where(limits <= len(rank), mass[:, -1:], weights.sum(-1, keepdim=True))
+    is_kept = (rank < limits) & ((mass - ordered < top_ps[:, None] * total) | (top_ps[:, None] >= 1.0))
+    num_kept = is_kept.sum(-1, keepdim=True).clamp_(min=1)
+    cut = best.gather(1, num_kept - 1)
+    ties = num_kept - (best > cut).sum(-1, keepdim=True)
+    is_tie = logits == cut
+    kept = (logits > cut) | (is_tie & (is_tie.cumsum(-1) <= ties))
+    is_open = (limits > len(rank)) & ((limits < vocab) | (num_kept == len(rank)))
+    rows = is_open.squeeze(1).nonzero().squeeze(1)
+    if rows.numel():
+        kept[rows] = _kept(logits[rows], weights[rows], top_ks[rows], top_ps[rows])
+    return kept
+
+
 def _torch_sample(
     logits: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor,
     min_ps: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Greedy rows by argmax; of the others, those with top-k or top-p are sorted."""
+    """Greedy rows by argmax; only top-k and top-p need an order."""
     best, token_ids = logits.max(-1)
     if not bool(best.isfinite().all()):
         return sample_reference(logits, temperatures, top_ks, top_ps, min_ps, seeds, positions)
@@ -124,7 +149,7 @@ def _torch_sample(
     weights = _weights(logits, temperatures[rows])
     cut = ((top_ks > 0) | (top_ps < 1.0)).nonzero().squeeze(1)
     if cut.numel():
-        weights[cut] *= _kept(logits[cut], weights[cut], top_ks[cut], top_ps[cut])
+        weights[cut] *= _kept_on_host(logits[cut], weights[cut], top_ks[cut], top_ps[cut])
     token_ids[rows] = _draw(weights, min_ps[rows], _uniforms_on_host(seeds[rows], positions[rows]))
     return token_ids
 
@@ -244,7 +269,7 @@ def _first_past(weights, target, WIDTH: tl.constexpr):
     return found, tl.sum(tl.where(index == found, mass - weights, 0.0), axis=0)
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit
 def _sample_kernel(
     logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr, out_ptr, V,
     MIN_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,

@@ -122,10 +122,19 @@ def test_every_allowed_token_is_drawn() -> None:
 
 
 def test_long_row_with_many_chunks(target: Target) -> None:
-    """More than one chunk of the kernel, with the kept tokens far apart."""
-    rows = [Row("long", top_p=0.9, temperature=0.5), Row("long greedy", temperature=0.0), Row("long k", top_k=50)]
-    batch = batch_of(rows, target, seed=3, vocab=4096 + 17)
-    assert batch.run(target) == batch.reference()
+    """More than one chunk of the kernel; prefixes that end before, at and after the CPU path's 256 candidates."""
+    rows = [
+        Row("few", top_p=0.5, temperature=0.3),
+        Row("thousands", top_p=0.9, temperature=20.0),
+        Row("greedy", temperature=0.0),
+        Row("plain", temperature=9.0),
+        *(Row(f"k {top_k}", top_k=top_k, top_p=top_p) for top_k in (50, 256, 257) for top_p in (1.0, 0.95)),
+    ]
+    if target.name == "interpreted":
+        rows = rows[:5]
+    for seed in range(3, 4 if target.name == "interpreted" else 20):
+        batch = batch_of(rows, target, seed=seed, vocab=4096 + 17)
+        assert batch.run(target) == batch.reference()
 
 
 def test_row_does_not_depend_on_the_others(target: Target) -> None:
