@@ -49,6 +49,6 @@ class MixtureOfExperts:
             backend=self._backend,
         )
         if num_tokens < x.shape[0]:
-            ids[num_tokens:] = -1
+            ids[num_tokens:].fill_(-1)
         out = fused_experts(x, self._gate_up, self._down, ids, expert_weights, backend=self._backend)
         return out if weights.shared is None else out.add_(weights.shared.forward(x))

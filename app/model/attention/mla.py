@@ -156,9 +156,8 @@ class MlaAttention:
 
     def _attend_absorbed(self, q: torch.Tensor, rows: AbsorbedRows, cache: torch.Tensor) -> torch.Tensor:
         """[N, H, dn + dr] -> [N, H, dv]; padding rows give 0."""
-        latent_q = q.new_empty(q.shape[0], self._num_heads, self._rank + self._rope_dim)
-        latent_q[..., : self._rank] = torch.bmm(q[..., : self._nope_dim].transpose(0, 1), self._k_b).transpose(0, 1)
-        latent_q[..., self._rank :] = q[..., self._nope_dim :]
+        nope, rope = q.split([self._nope_dim, self._rope_dim], dim=-1)
+        latent_q = torch.cat([torch.bmm(nope.transpose(0, 1), self._k_b).transpose(0, 1), rope], dim=-1)
         latents = mla_decode(
             latent_q, cache, rows.block_tables, rows.context_lens, self._scale, self._rank,
             query_starts=rows.query_starts, plan=rows.plan, backend=self._backend,
