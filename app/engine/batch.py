@@ -17,10 +17,15 @@ from kernels.checks import padded_rows
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences with one new token come first: they share the decode kernels."""
+    """Sequences with one new token come first: they share the decode kernels.
+
+    previous_rows: set if the step is launched before the one ahead of it is committed. Each sequence's input is then
+    the token that the earlier step samples in that row, still on the device, and lies one position further on.
+    """
 
     sequences: tuple[Sequence, ...]
     num_new_tokens: tuple[int, ...]
+    previous_rows: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, scheduled: Seq[tuple[Sequence, int]]) -> Batch:
@@ -34,12 +39,17 @@ class Batch:
     def split(self) -> tuple[Batch, Batch]:
         """The decodes and the rest, as two batches."""
         first = self.num_decodes
-        decodes = Batch(self.sequences[:first], self.num_new_tokens[:first])
+        decodes = Batch(self.sequences[:first], self.num_new_tokens[:first], self.previous_rows)
         return decodes, Batch(self.sequences[first:], self.num_new_tokens[first:])
 
     @property
     def num_tokens(self) -> int:
         return sum(self.num_new_tokens)
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens of each sequence that are computed or sampled but not committed yet."""
+        return 0 if self.previous_rows is None else 1
 
     @property
     def samples(self) -> list[int]:
@@ -52,7 +62,10 @@ class Batch:
 
 
 def to_model_input(batch: Batch, block_size: int, device: torch.device) -> ModelInput:
-    """Lay the batch out as the arrays of ModelInput. Token rows are padded to the row tile of the GEMMs."""
+    """Lay the batch out as the arrays of ModelInput. Token rows are padded to the row tile of the GEMMs.
+
+    In place of token ids that are not on the host yet stand the rows of the step before that sample them.
+    """
     counts = np.array(batch.num_new_tokens, dtype=np.int64)
     starts = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
@@ -63,11 +76,12 @@ def to_model_input(batch: Batch, block_size: int, device: torch.device) -> Model
     context_lens = np.empty(len(counts), dtype=np.int32)
     tables = np.zeros((len(counts), max(len(seq.block_ids) for seq in batch.sequences)), dtype=np.int32)
     for row, seq in enumerate(batch.sequences):
-        first, end = seq.num_computed_tokens, seq.num_computed_tokens + batch.num_new_tokens[row]
+        first = seq.num_computed_tokens + batch.num_ahead
+        end = first + batch.num_new_tokens[row]
         rows = slice(starts[row], starts[row + 1])
         tables[row, : len(seq.block_ids)] = seq.block_ids
         context_lens[row] = end
-        token_ids[rows] = seq.token_ids[first:end]
+        token_ids[rows] = seq.token_ids[first:end] if batch.previous_rows is None else batch.previous_rows[row]
         span = np.arange(first, end)
         positions[rows] = span
         slots[rows] = tables[row, span // block_size].astype(np.int64) * block_size + span % block_size

@@ -14,8 +14,11 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import torch
+
+from app.engine.batch import Batch
 from app.engine.runner import Runner
-from app.engine.sampler import Sampler
+from app.engine.sampler import PendingSample, Sampler
 from app.engine.scheduler import Scheduler
 from app.errors import DeadlineExceededError, EngineError, UnavailableError
 from app.protocol import EngineStats, GenerateRequest, TokenChunk
@@ -33,6 +36,15 @@ class _Stream:
     queue: asyncio.Queue[TokenChunk]
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose tokens the device may still be computing."""
+
+    batch: Batch
+    sample: PendingSample
+    start_s: float
+
+
 class Engine:
     def __init__(self, scheduler: Scheduler, runner: Runner, sampler: Sampler, *, version: str) -> None:
         self.version = version
@@ -42,6 +54,7 @@ class Engine:
         self._sampler = sampler
         self._streams: dict[str, _Stream] = {}
         self._changed = threading.Condition()  # its lock guards the scheduler and the streams
+        self._launched: _Launched | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._fatal: str | None = None
@@ -50,21 +63,46 @@ class Engine:
     # ---- the loop ----
 
     def step(self) -> list[TokenChunk]:
-        """Run one step; returns what it produced, in no particular order. Needs no thread and no event loop."""
+        """Run one step; returns what it produced, in no particular order. Needs no thread and no event loop.
+
+        Schedule, forward and sample make up a launch. On a device the next step is launched before this one's tokens
+        are on the host, wherever nothing depends on them, so that commit and schedule cost no device time.
+        """
         with self._changed:
             expired = self._scheduler.expire(time.monotonic())
+        launched, self._launched = self._launched or self._launch_next(), None
+        if launched is None:
+            return expired
+        self._launched = self._launch_ahead(launched)
+        sampled = launched.sample.wait()
+        with self._changed:
+            self._last_progress_s = time.monotonic()
+            self._scheduler.stats.record_step_time(self._last_progress_s - launched.start_s)
+            return expired + self._scheduler.commit(launched.batch, sampled.token_ids, sampled.logprobs)
+
+    def _launch_next(self) -> _Launched | None:
+        with self._changed:
             batch = self._scheduler.schedule()
             if batch is None:
                 self._changed.wait(IDLE_WAIT_S)  # nothing fits right now; an abort or a deadline will change that
-                return expired
-        start = time.monotonic()
-        logits = self._runner.forward(batch)
-        rows = batch.samples
-        sampled = self._sampler.sample(logits[rows], [batch.sequences[row] for row in rows])
+                return None
+        return self._launch(batch)
+
+    def _launch_ahead(self, launched: _Launched) -> _Launched | None:
+        if not self._runner.can_run_ahead:
+            return None
         with self._changed:
-            self._last_progress_s = time.monotonic()
-            self._scheduler.stats.record_step_time(self._last_progress_s - start)
-            return expired + self._scheduler.commit(batch, sampled.token_ids, sampled.logprobs)
+            batch = self._scheduler.schedule_ahead(launched.batch)
+        return self._launch(batch, launched.sample.token_ids) if batch else None
+
+    def _launch(self, batch: Batch, previous_token_ids: torch.Tensor | None = None) -> _Launched:
+        start_s = time.monotonic()
+        logits = self._runner.forward(batch, previous_token_ids)
+        rows = batch.samples
+        if len(rows) < len(batch.sequences):
+            logits = logits[rows]
+        sequences = [batch.sequences[row] for row in rows]
+        return _Launched(batch, self._sampler.launch(logits, sequences, num_ahead=batch.num_ahead), start_s)
 
     def _run(self) -> None:
         failures = 0
@@ -77,6 +115,7 @@ class Engine:
                 self._deliver(self.step())
                 failures = 0
             except Exception as error:
+                self._launched = None
                 failures += 1
                 logger.exception("engine step failed (%d in a row)", failures)
                 self._fail_running(f"engine step failed: {type(error).__name__}")

@@ -11,13 +11,12 @@ Padding rows have slot -1 and context 0: they write nothing, attend to nothing a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from app.engine.sequence import Sequence
+from app.engine.batch import Batch
 from app.model.inputs import ModelInput
 from app.model.transformer import Transformer
 
@@ -51,35 +50,44 @@ class DecodeGraphs:
     def capture_all(self) -> None:
         """Capture every size, the largest first, so that the smaller ones share its memory."""
         for size in reversed(self._sizes):
-            self._fill((), size)
+            self._fill(Batch((), ()), size)
             self._capture(size)
 
-    def forward(self, sequences: Seq[Sequence]) -> torch.Tensor:
-        """One token for each sequence -> logits [num_sequences, vocab] fp32, overwritten by the next call."""
-        count = len(sequences)
+    def forward(self, batch: Batch, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """One token for each sequence -> logits [num_sequences, vocab] fp32, overwritten by the next call.
+
+        previous_token_ids: what the step before sampled, if the batch's tokens are not on the host yet
+        """
+        count = len(batch.sequences)
         size = self._sizes[bisect_left(self._sizes, count)]
-        self._fill(sequences, size)
+        self._fill(batch, size)
+        if previous_token_ids is not None:
+            token_ids = self._device64[:count]
+            token_ids.copy_(previous_token_ids.index_select(0, token_ids))
         if size not in self._graphs:
             self._capture(size)
         entry = self._graphs[size]
         entry.graph.replay()
         return entry.logits[:count]
 
-    def _fill(self, sequences: Seq[Sequence], size: int) -> None:
+    def _fill(self, batch: Batch, size: int) -> None:
         self._copied.synchronize()  # the previous step's copies have left the pinned buffers
         words64, words32 = self._host64.numpy(), self._host32.numpy()
         token_ids, positions, slots = words64[: 3 * size].reshape(3, size)
         context_lens, tables = words32[:size], words32[size : size * (1 + self._max_blocks)].reshape(size, -1)
-        count = len(sequences)
-        position = np.fromiter((seq.num_computed_tokens for seq in sequences), np.int64, count)
-        token_ids[:count] = [seq.token_ids[seq.num_computed_tokens] for seq in sequences]
-        block_ids = [seq.block_ids[seq.num_computed_tokens // self._block_size] for seq in sequences]
-        positions[:count] = position
-        slots[:count] = np.array(block_ids, dtype=np.int64) * self._block_size + position % self._block_size
-        context_lens[:count] = position + 1
-        token_ids[count:], positions[count:], slots[count:], context_lens[count:] = 0, 0, -1, 0
-        for row, seq in enumerate(sequences):
+        count = len(batch.sequences)
+        first = [seq.num_computed_tokens + batch.num_ahead for seq in batch.sequences]
+        if batch.previous_rows is None:
+            token_ids[:count] = [seq.token_ids[at] for seq, at in zip(batch.sequences, first, strict=True)]
+        else:
+            token_ids[:count] = batch.previous_rows
+        positions[:count] = first
+        for row, seq in enumerate(batch.sequences):
             tables[row, : len(seq.block_ids)] = seq.block_ids
+        blocks = tables[np.arange(count), positions[:count] // self._block_size]
+        slots[:count] = blocks.astype(np.int64) * self._block_size + positions[:count] % self._block_size
+        context_lens[:count] = positions[:count] + 1
+        token_ids[count:], positions[count:], slots[count:], context_lens[count:] = 0, 0, -1, 0
         used32 = size * (1 + self._max_blocks)
         self._device64[: 3 * size].copy_(self._host64[: 3 * size], non_blocking=True)
         self._device32[:used32].copy_(self._host32[:used32], non_blocking=True)

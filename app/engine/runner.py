@@ -16,19 +16,30 @@ class Runner:
         self._cache = cache
         self._graphs = graphs
 
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether `forward` returns before the device is done, so that launching the next step early gains time."""
+        return self._graphs is not None
+
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute the batch's new tokens into the cache; returns fp32 logits [num_sequences, vocab]."""
+    def forward(self, batch: Batch, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the batch's new tokens into the cache; returns fp32 logits [num_sequences, vocab].
+
+        previous_token_ids: [rows of the step before] int64 on the device, for a batch with previous_rows
+        """
         if self._graphs is None:
-            return self._eager(batch)
+            return self._eager(batch, previous_token_ids)
         decodes, prefills = batch.split()
         parts = []
         if decodes.sequences:
-            parts.append(self._graphs.forward(decodes.sequences))
+            parts.append(self._graphs.forward(decodes, previous_token_ids))
         if prefills.sequences:
             parts.append(self._eager(prefills))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _eager(self, batch: Batch) -> torch.Tensor:
+    def _eager(self, batch: Batch, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor:
         inputs = to_model_input(batch, self._cache.shape[2], self._cache.device)
+        if previous_token_ids is not None:
+            token_ids = inputs.token_ids[: batch.num_tokens]
+            token_ids.copy_(previous_token_ids.index_select(0, token_ids))
         return self._model.forward(inputs, self._cache)

@@ -21,31 +21,56 @@ class Sampled:
     logprobs: list[TokenLogprob | None]
 
 
+@dataclass(frozen=True, slots=True)
+class PendingSample:
+    """Tokens that a device may still be choosing. `wait` gives them to the host, once they are there."""
+
+    token_ids: torch.Tensor  # [num_sequences] int64, on the device
+    host_token_ids: torch.Tensor
+    copied: torch.cuda.Event | None
+    logprobs: list[TokenLogprob | None]
+
+    def wait(self) -> Sampled:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return Sampled(self.host_token_ids.tolist(), self.logprobs)
+
+
 class Sampler:
     def __init__(self, eos_token_ids: frozenset[int], backend: Backend | None = None) -> None:
         self._eos_token_ids = eos_token_ids
         self._backend = backend
 
-    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> Sampled:
-        """Choose one token per sequence from its row of `logits` [num_sequences, vocab] fp32 (left unchanged)."""
+    def launch(self, logits: torch.Tensor, sequences: Seq[Sequence], *, num_ahead: int = 0) -> PendingSample:
+        """Choose one token per sequence from its row of `logits` [num_sequences, vocab] fp32 (left unchanged).
+
+        num_ahead: tokens of each sequence that the host does not know yet; only rows that `needs_host` says False
+        of can be sampled then.
+        """
+        token_ids = self._choose(logits, sequences, num_ahead)
+        logprobs = self._logprobs(logits, token_ids, sequences)
+        if not token_ids.is_cuda:
+            return PendingSample(token_ids, token_ids, None, logprobs)
+        host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+        host.copy_(token_ids, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return PendingSample(token_ids, host, copied, logprobs)
+
+    def _choose(self, logits: torch.Tensor, sequences: Seq[Sequence], num_ahead: int) -> torch.Tensor:
         adjusted = self._adjust(logits, sequences)
         sampling = [seq.sampling for seq in sequences]
         if all(params.is_greedy for params in sampling):
-            token_ids = adjusted.argmax(dim=-1)
-        else:
-            floats = torch.tensor(
-                [[params.temperature, params.top_p, params.min_p] for params in sampling], dtype=torch.float32
-            ).to(logits.device, non_blocking=True)
-            integers = torch.tensor(
-                [[seq.sampling.top_k or 0, seq.seed, seq.num_tokens] for seq in sequences], dtype=torch.int64
-            ).to(logits.device, non_blocking=True)
-            temperatures, top_ps, min_ps = floats.T.contiguous()
-            top_ks, seeds, positions = integers.T.contiguous()
-            token_ids = sample(
-                adjusted, temperatures, top_ks.int(), top_ps, min_ps, seeds, positions, backend=self._backend
-            )
-        chosen = token_ids.tolist()
-        return Sampled(chosen, self._logprobs(logits, chosen, sequences))
+            return adjusted.argmax(dim=-1)
+        floats = torch.tensor(
+            [[params.temperature, params.top_p, params.min_p] for params in sampling], dtype=torch.float32
+        ).to(logits.device, non_blocking=True)
+        integers = torch.tensor(
+            [[seq.sampling.top_k or 0, seq.seed, seq.num_tokens + num_ahead] for seq in sequences], dtype=torch.int64
+        ).to(logits.device, non_blocking=True)
+        temperatures, top_ps, min_ps = floats.T.contiguous()
+        top_ks, seeds, positions = integers.T.contiguous()
+        return sample(adjusted, temperatures, top_ks.int(), top_ps, min_ps, seeds, positions, backend=self._backend)
 
     def _adjust(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
         """A copy of `logits` with each row's penalties, bias and minimum length applied; itself if none has any."""
@@ -73,11 +98,14 @@ class Sampler:
         if seq.num_output_tokens < params.min_tokens:
             row[sorted({*self._eos_token_ids, *params.stop_token_ids})] = float("-inf")
 
-    def _logprobs(self, logits: torch.Tensor, chosen: list[int], sequences: Seq[Sequence]) -> list[TokenLogprob | None]:
+    def _logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, sequences: Seq[Sequence]
+    ) -> list[TokenLogprob | None]:
         rows = [row for row, seq in enumerate(sequences) if seq.sampling.logprobs is not None]
         result: list[TokenLogprob | None] = [None] * len(sequences)
         if not rows:
             return result
+        chosen = token_ids.tolist()
         logprobs = logits[rows].log_softmax(dim=-1)
         count = max(1, *(sequences[row].sampling.logprobs or 0 for row in rows))
         top_values, top_ids = (tensor.tolist() for tensor in logprobs.topk(min(count, logits.shape[-1])))
@@ -87,6 +115,11 @@ class Sampler:
             top = tuple(zip(top_ids[index][:wanted], top_values[index][:wanted], strict=True))
             result[row] = TokenLogprob(chosen[row], picked[index], top)
         return result
+
+
+def needs_host(seq: Sequence) -> bool:
+    """Whether the host must see each token of this sequence before the next one can be sampled."""
+    return seq.sampling.logprobs is not None or _needs_adjusting(seq)
 
 
 def _needs_adjusting(seq: Sequence) -> bool:

@@ -16,6 +16,7 @@ from app.cache.blocks import BlockPool
 from app.cache.layout import CacheLayout
 from app.cache.prefix import extend_keys, root_key
 from app.engine.batch import Batch
+from app.engine.sampler import needs_host
 from app.engine.sequence import Sequence
 from app.engine.stats import StatsRecorder
 from app.errors import ContextLengthError, InvalidRequestError, OverloadedError
@@ -117,6 +118,26 @@ class Scheduler:
             budget -= count
         self._admit(scheduled, budget)
         return Batch.of(list(scheduled.values())) if scheduled else None
+
+    def schedule_ahead(self, batch: Batch) -> Batch | None:
+        """The step after `batch`, which is running: its decodes again, unless they end or something else must happen.
+
+        A sequence that ends in `batch` on a stop token is computed once too often; that token is discarded.
+        """
+        if len(batch.sequences) != len(self._running) or batch.num_decodes != len(batch.sequences):
+            return None
+        if self._waiting and len(self._running) < self.limits.max_num_seqs:
+            return None
+        rows = [row for row, seq in enumerate(batch.sequences) if seq.num_output_tokens + 1 < seq.sampling.max_tokens]
+        sequences = [batch.sequences[row] for row in rows]
+        if not sequences or any(seq.is_finished or needs_host(seq) for seq in sequences):
+            return None
+        missing = [self._layout.num_blocks_of(seq.num_tokens + 1) - len(seq.block_ids) for seq in sequences]
+        if sum(missing) > self.pool.num_free:
+            return None
+        for seq, count in zip(sequences, missing, strict=True):
+            seq.block_ids += self.pool.allocate(count)
+        return Batch(tuple(sequences), (1,) * len(sequences), tuple(rows))
 
     def _reserve(self, seq: Sequence, scheduled: dict[str, tuple[Sequence, int]]) -> bool:
         """Give `seq` blocks for all its tokens, preempting younger sequences; False if it had to give way itself."""

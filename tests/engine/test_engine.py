@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from app.config import EngineConfig, ModelSource
+from app.engine.batch import Batch
 from app.engine.engine import Engine
 from app.engine.loading import load_engine
 from app.errors import ContextLengthError, EngineError, InvalidRequestError, UnavailableError
@@ -104,6 +105,37 @@ def test_a_cache_for_two_of_six_sequences_serves_all_six_unchanged(engine: Engin
     assert {name: tokens_of(chunks) for name, chunks in together.items()} == alone
     assert small.stats().num_preemptions > 0
     assert small.stats().num_free_blocks == 5
+
+
+def test_launching_steps_ahead_changes_no_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a device does to hide the host's work, here on CPU: the next step starts before this one is committed."""
+    expected = run(engine, sampled_requests("plain"))
+    ahead = make_engine(cache_blocks=64)
+    monkeypatch.setattr(type(ahead._runner), "can_run_ahead", True)
+    schedule_ahead, num_ahead = ahead._scheduler.schedule_ahead, [0]
+
+    def counted(batch: Batch) -> Batch | None:
+        result = schedule_ahead(batch)
+        num_ahead[0] += result is not None
+        return result
+
+    monkeypatch.setattr(ahead._scheduler, "schedule_ahead", counted)
+    stopping = [greedy("stop", prompt_of(70), 20, stop_token_ids=(tokens_of(expected["plain-63"])[3],))]
+    chunks = run(ahead, sampled_requests("plain"))
+    assert {name: tokens_of(found) for name, found in chunks.items()} == {
+        name: tokens_of(found) for name, found in expected.items()
+    }
+    plain = [
+        GenerateRequest(
+            f"p{length}", prompt_of(length), SamplingParams(max_tokens=9 + length % 5, temperature=0.8, seed=3)
+        )
+        for length in LENGTHS
+    ] + stopping
+    assert {name: tokens_of(found) for name, found in run(ahead, plain).items()} == {
+        name: tokens_of(found) for name, found in run(make_engine(cache_blocks=64), plain).items()
+    }
+    assert num_ahead[0] > 5
+    assert ahead.stats().num_free_blocks == 64
 
 
 def test_a_seed_decides_and_no_seed_varies(engine: Engine) -> None:
@@ -225,7 +257,7 @@ def test_failing_steps_end_their_streams_and_then_the_engine(monkeypatch: pytest
     engine = make_engine(cache_blocks=8)
     engine.start()
 
-    def broken(batch: object) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(engine._runner, "forward", broken)

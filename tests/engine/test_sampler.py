@@ -28,7 +28,7 @@ def choose(logits: dict[int, float], seq: Sequence) -> int:
     for token_id, value in logits.items():
         row[0, token_id] = value
     before = row.clone()
-    token = Sampler(frozenset({EOS})).sample(row, [seq]).token_ids[0]
+    token = Sampler(frozenset({EOS})).launch(row, [seq]).wait().token_ids[0]
     assert torch.equal(row, before), "the caller's logits are left alone"
     return token
 
@@ -62,7 +62,7 @@ def test_repetition_counts_the_prompt_and_pushes_negative_logits_down() -> None:
     assert choose({4: 2.0, 9: 3.0}, sequence(prompt=(9,), repetition_penalty=2.0)) == 4
     row = torch.full((1, VOCAB), -3.0)
     row[0, 7] = -2.0
-    assert Sampler(frozenset()).sample(row, [sequence(prompt=(7,), repetition_penalty=2.0)]).token_ids[0] != 7
+    assert Sampler(frozenset()).launch(row, [sequence(prompt=(7,), repetition_penalty=2.0)]).wait().token_ids[0] != 7
 
 
 def test_minimum_length_masks_every_stop_token() -> None:
@@ -74,13 +74,13 @@ def test_minimum_length_masks_every_stop_token() -> None:
 def test_each_row_has_its_own_controls() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
     rows = [sequence(), sequence(logit_bias={2: -50.0}), sequence(temperature=1.0, top_k=1)]
-    assert Sampler(frozenset()).sample(logits, rows).token_ids == [2, 1, 2]
+    assert Sampler(frozenset()).launch(logits, rows).wait().token_ids == [2, 1, 2]
 
 
 def test_logprobs_ignore_the_controls_and_each_row_gets_what_it_asked_for() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]])).repeat(3, 1)
     rows = [sequence(logprobs=2, logit_bias={0: -100.0}), sequence(), sequence(logprobs=0)]
-    first, none, chosen_only = Sampler(frozenset()).sample(logits, rows).logprobs
+    first, none, chosen_only = Sampler(frozenset()).launch(logits, rows).wait().logprobs
     assert none is None
     assert first is not None and chosen_only is not None
     assert first.token_id == 1 and first.logprob == pytest.approx(math.log(0.3), abs=1e-6)
@@ -94,6 +94,6 @@ def test_a_seeded_row_draws_the_same_token_whatever_its_row() -> None:
     logits[4] = logits[1]
     rows = [sequence(temperature=1.0, seed=index) for index in range(6)]
     rows[4] = sequence(temperature=1.0, seed=1)
-    token_ids = Sampler(frozenset()).sample(logits, rows).token_ids
+    token_ids = Sampler(frozenset()).launch(logits, rows).wait().token_ids
     assert token_ids[4] == token_ids[1]
-    assert Sampler(frozenset()).sample(logits[1:2], [rows[1]]).token_ids == [token_ids[1]]
+    assert Sampler(frozenset()).launch(logits[1:2], [rows[1]]).wait().token_ids == [token_ids[1]]
