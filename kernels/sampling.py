@@ -391,6 +391,6 @@ def sample(
         _sample_kernel[(num_rows,)](
             logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, out, vocab,
             MIN_TEMPERATURE=_MIN_TEMPERATURE, BLOCK=block, STEPS=triton.next_power_of_2(triton.cdiv(vocab, block)),
-            num_warps=min(max(block // 128, 1), 16),
+            num_warps=min(max(block // 128, 1), 32),
         )  # fmt: skip
     return out
