@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels import mla_decode_hopper
 from kernels.checks import Backend, check_contiguous, check_dtype, check_last_dim_contiguous, check_shape, use_triton
+from kernels.mla_decode_plan import PLAN_TILE, TritonDecodePlan, heads_per_program, plan_triton
 from kernels.mla_decode_torch import TorchDecodePlan, decode_torch, plan_torch
 
-_PLAN_TILE = 64  # Triton: work is dealt out in tiles of this many keys
 _LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class TritonDecodePlan:
-    """The split of all rows' keys over the programs, on the device. The tiles of all rows form one line:
-
-    row          | 0        | 1  | 2               |
-    tile_starts  0          6    8                 17
-    program      | 0     | 1     | 2     | 3       |     equal shares; a share's ends may split a row
-    """
-
-    row_sequences: torch.Tensor  # [N] int32: whose keys
-    row_lens: torch.Tensor  # [N] int32: how many of them the row sees
-    tile_starts: torch.Tensor  # [N + 1] int32
-    first_rows: torch.Tensor  # [num_programs] int32: the row of each program's first tile
 
 
 def mla_decode_reference(
@@ -71,7 +54,7 @@ def plan_mla_decode(
     Args as in mla_decode; num_queries: rows of q, padding included.
     """
     if use_triton(context_lens, backend):
-        return _plan_triton(context_lens, num_queries, num_heads, query_starts)
+        return plan_triton(context_lens, num_queries, num_heads, query_starts)
     return plan_torch(block_tables, context_lens, block_size, query_starts)
 
 
@@ -139,48 +122,6 @@ def mla_decode(
     return decode_torch(q, cache, plan, scale, value_dim)
 
 
-def _heads_per_program(num_heads: int) -> int:
-    return min(64, max(16, 1 << (num_heads - 1).bit_length()))
-
-
-def _num_programs(device: torch.device, num_heads: int) -> int:
-    """Programs that share the keys, for each group of heads: one per multiprocessor in all."""
-    if device.type != "cuda":
-        return 5  # interpreted: few, but enough to split sequences
-    num_groups = -(-num_heads // _heads_per_program(num_heads))
-    num_multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, num_multiprocessors // num_groups)
-
-
-def _plan_triton(
-    context_lens: torch.Tensor, num_queries: int, num_heads: int, query_starts: torch.Tensor | None
-) -> TritonDecodePlan:
-    device = context_lens.device
-    num_programs = _num_programs(device, num_heads)
-    plan = TritonDecodePlan(
-        row_sequences=torch.empty(num_queries, dtype=torch.int32, device=device),
-        row_lens=torch.empty(num_queries, dtype=torch.int32, device=device),
-        tile_starts=torch.empty(num_queries + 1, dtype=torch.int32, device=device),
-        first_rows=torch.empty(num_programs, dtype=torch.int32, device=device),
-    )
-    _plan_kernel[(1,)](
-        context_lens,
-        context_lens if query_starts is None else query_starts,
-        plan.row_sequences,
-        plan.row_lens,
-        plan.tile_starts,
-        plan.first_rows,
-        context_lens.shape[0],
-        num_queries,
-        num_programs,
-        IS_RAGGED=query_starts is not None,
-        TILE=_PLAN_TILE,
-        BLOCK_ROWS=triton.next_power_of_2(max(num_queries, 1)),
-        BLOCK_PROGRAMS=triton.next_power_of_2(num_programs),
-    )
-    return plan
-
-
 def _decode_triton(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -196,7 +137,7 @@ def _decode_triton(
     num_programs = plan.first_rows.shape[0]
     partial = torch.empty(2 * num_programs, num_heads, value_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(2 * num_programs, num_heads, dtype=torch.float32, device=q.device)
-    heads = _heads_per_program(num_heads)
+    heads = heads_per_program(num_heads)
     work = (plan.row_sequences, plan.row_lens, plan.tile_starts, plan.first_rows)
     results = (out, partial, partial_lse)
     if mla_decode_hopper.supports(q, cache, value_dim):
@@ -218,7 +159,7 @@ def _decode_triton(
             VALUE_DIM=value_dim,
             DIM=dim,
             BLOCK_SIZE=cache.shape[1],
-            PLAN_TILE=_PLAN_TILE,
+            PLAN_TILE=PLAN_TILE,
             TILE=32 if q.element_size() == 2 else 16,  # two tiles fit the shared memory of any card since Ampere
             BLOCK_HEADS=heads,
             BLOCK_VALUE=triton.next_power_of_2(value_dim),
@@ -242,61 +183,6 @@ def _decode_triton(
         num_warps=4,
     )
     return out
-
-
-@triton.jit
-def _last_at_or_before(starts, num_starts, position):
-    """The last i < num_starts with starts[i] <= position, for each position; starts ascend from 0."""
-    low = tl.zeros_like(position)
-    high = tl.zeros_like(position) + num_starts - 1
-    span = num_starts - 1
-    while span > 0:
-        middle = (low + high + 1) // 2
-        is_in = tl.load(starts + middle) <= position
-        low = tl.where(is_in, middle, low)
-        high = tl.where(is_in, high, middle - 1)
-        span = span // 2
-    return low
-
-
-@triton.jit(do_not_specialize=["num_sequences", "num_rows", "num_programs"])
-def _plan_kernel(
-    context_lens,
-    query_starts,
-    row_sequences,
-    row_lens,
-    tile_starts,
-    first_rows,
-    num_sequences,
-    num_rows,
-    num_programs,
-    IS_RAGGED: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_PROGRAMS: tl.constexpr,
-):
-    row = tl.arange(0, BLOCK_ROWS)
-    if IS_RAGGED:
-        sequence = _last_at_or_before(query_starts, num_sequences + 1, row)
-        has_keys = (row < num_rows) & (sequence < num_sequences)
-        num_later = tl.load(query_starts + sequence + 1, mask=has_keys, other=0) - 1 - row
-    else:
-        sequence = row
-        has_keys = row < num_rows
-        num_later = tl.zeros_like(row)
-    length = tl.load(context_lens + sequence, mask=has_keys, other=0)
-    length = tl.where(has_keys, tl.maximum(length - num_later, 0), 0)
-    ends = tl.cumsum((length + TILE - 1) // TILE, axis=0)
-    tl.store(row_sequences + row, sequence, mask=row < num_rows)
-    tl.store(row_lens + row, length, mask=row < num_rows)
-    tl.store(tile_starts + row + 1, ends, mask=row < num_rows)
-    tl.store(tile_starts, 0)
-    num_tiles = tl.max(ends, axis=0)
-    tl.debug_barrier()  # the search below reads tile_starts
-    program = tl.arange(0, BLOCK_PROGRAMS)
-    share = (num_tiles + num_programs - 1) // num_programs
-    first = _last_at_or_before(tile_starts, num_rows + 1, program * share)
-    tl.store(first_rows + program, first, mask=program < num_programs)
 
 
 @triton.jit

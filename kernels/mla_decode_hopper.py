@@ -20,6 +20,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 TILE = 64  # keys: the M of the matrix unit's instruction
 _ROPE_DIM = 64
 _CACHE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# Triton 3.6 has the older name only, 3.9 the newer.
+_bulk_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 def supports(q: torch.Tensor, cache: torch.Tensor, value_dim: int) -> bool:
@@ -82,8 +84,8 @@ def _copy_tile(value_rows, rope_rows, table, token, values, ropes, arrived, BLOC
     slot = gl.load(table + token // BLOCK_SIZE) * BLOCK_SIZE + token % BLOCK_SIZE
     VALUE_DIM: gl.constexpr = values.shape[1]
     mbarrier.expect(arrived, values.shape[0] * (VALUE_DIM + ropes.shape[1]) * 2)
-    tma.async_copy_global_to_shared(value_rows, [slot, 0], arrived, values)
-    tma.async_copy_global_to_shared(rope_rows, [slot, VALUE_DIM], arrived, ropes)
+    _bulk_copy(value_rows, [slot, 0], arrived, values)
+    _bulk_copy(rope_rows, [slot, VALUE_DIM], arrived, ropes)
 
 
 @gluon.jit

@@ -23,6 +23,8 @@ _QUERIES = 64  # of one consumer: the M of the matrix unit's instruction
 _KEYS = 128
 _NOPE_DIM, _ROPE_DIM, _VALUE_DIM = 128, 64, 128
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# Triton 3.6 has the older name only, 3.9 the newer.
+_bulk_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 def supports(q: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor) -> bool:
@@ -112,21 +114,13 @@ def _softmax_step(scores, scale, maximum, denominator, row_end, first_key, is_ma
 
 
 @gluon.jit
-def _locate(
-    turn,
-    query_starts,
-    key_starts,
-    num_tiles,
-    num_sequences,
-    NUM_HEADS: gl.constexpr,
-    TILE: gl.constexpr,
-    KEYS: gl.constexpr,
-):
+def _locate(turn, batch, NUM_HEADS: gl.constexpr, TILE: gl.constexpr, KEYS: gl.constexpr):
     """The program's tile of queries in this turn; num_steps, its key tiles, is 0 if there is none.
 
     The last tiles of all sequences and heads come first, because they see the most keys, and programs take them in
     alternating order (0 1 2, 2 1 0, 0 1 2), so that all get the same number of keys.
     """
+    query_starts, key_starts, num_tiles, num_sequences = batch
     num_programs = gl.num_programs(0)
     program = gl.program_id(0)
     work = turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
@@ -146,44 +140,29 @@ def _locate(
 
 
 @gluon.jit
-def _produce(
-    q_nope_rows,
-    q_rope_rows,
-    k_nope_rows,
-    k_rope_rows,
-    v_rows,
-    query_starts,
-    key_starts,
-    num_tiles,
-    num_sequences,
-    q_head_stride,
-    k_head_stride,
-    v_head_stride,
-    q_nope,
-    q_rope,
-    k_nope,
-    k_rope,
-    v,
-    q_arrived,
-    q_free,
-    k_arrived,
-    k_free,
-    v_arrived,
-    v_free,
-    NUM_HEADS: gl.constexpr,
-):
+def _num_turns(batch, NUM_HEADS: gl.constexpr):
+    _, _, num_tiles, num_sequences = batch
+    return (num_tiles * num_sequences * NUM_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def _produce(sources, head_strides, batch, tiles, barriers, NUM_HEADS: gl.constexpr):
     """Copy each tile's queries, then its keys and values from the diagonal backwards, as their buffers become free."""
+    q_nope_rows, q_rope_rows, k_nope_rows, k_rope_rows, v_rows = sources
+    q_head_stride, k_head_stride, v_head_stride = head_strides
+    q_nope, q_rope, k_nope, k_rope, v = tiles
+    q_arrived, q_free, k_arrived, k_free, v_arrived, v_free = barriers
     QUERIES: gl.constexpr = q_nope.shape[1]
     KEYS: gl.constexpr = k_nope.shape[1]
     NOPE_DIM: gl.constexpr = q_nope.shape[2]
     ROPE_DIM: gl.constexpr = q_rope.shape[2]
     VALUE_DIM: gl.constexpr = v.shape[2]
-    num_turns = (num_tiles * num_sequences * NUM_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)
+    num_turns = _num_turns(batch, NUM_HEADS)
     num_done = 0  # tiles
     num_copied = 0  # key tiles
     for turn in range(num_turns):
         head, query_start, first_query, _num_queries, key_start, _num_keys, _first_end, num_steps = _locate(
-            turn, query_starts, key_starts, num_tiles, num_sequences, NUM_HEADS, 2 * QUERIES, KEYS
+            turn, batch, NUM_HEADS, 2 * QUERIES, KEYS
         )
         if num_steps > 0:
             mbarrier.wait(q_free, (num_done & 1) ^ 1)
@@ -191,8 +170,8 @@ def _produce(
             for i in gl.static_range(2):
                 row = query_start + first_query + i * QUERIES
                 column = head * q_head_stride
-                tma.async_copy_global_to_shared(q_nope_rows, [row, column], q_arrived, q_nope.index(i))
-                tma.async_copy_global_to_shared(q_rope_rows, [row, column + NOPE_DIM], q_arrived, q_rope.index(i))
+                _bulk_copy(q_nope_rows, [row, column], q_arrived, q_nope.index(i))
+                _bulk_copy(q_rope_rows, [row, column + NOPE_DIM], q_arrived, q_rope.index(i))
             num_done += 1
             for step in range(num_steps):
                 stage = num_copied % 2
@@ -201,43 +180,23 @@ def _produce(
                 k_barrier = k_arrived.index(stage)
                 mbarrier.wait(k_free.index(stage), phase)
                 mbarrier.expect(k_barrier, KEYS * (NOPE_DIM + ROPE_DIM) * 2)
-                tma.async_copy_global_to_shared(
-                    k_nope_rows, [first, head * k_head_stride], k_barrier, k_nope.index(stage)
-                )
-                tma.async_copy_global_to_shared(k_rope_rows, [first, 0], k_barrier, k_rope.index(stage))
+                _bulk_copy(k_nope_rows, [first, head * k_head_stride], k_barrier, k_nope.index(stage))
+                _bulk_copy(k_rope_rows, [first, 0], k_barrier, k_rope.index(stage))
                 v_barrier = v_arrived.index(stage)
                 mbarrier.wait(v_free.index(stage), phase)
                 mbarrier.expect(v_barrier, KEYS * VALUE_DIM * 2)
-                tma.async_copy_global_to_shared(v_rows, [first, head * v_head_stride], v_barrier, v.index(stage))
+                _bulk_copy(v_rows, [first, head * v_head_stride], v_barrier, v.index(stage))
                 num_copied += 1
 
 
 @gluon.jit
-def _consume(
-    query_starts,
-    key_starts,
-    out,
-    scale,
-    num_tiles,
-    num_sequences,
-    q_nope,
-    q_rope,
-    k_nope,
-    k_rope,
-    v,
-    q_arrived,
-    q_free,
-    k_arrived,
-    k_free,
-    v_arrived,
-    v_free,
-    half,
-    NUM_HEADS: gl.constexpr,
-):
+def _consume(half: gl.constexpr, out, scale, batch, tiles, barriers, NUM_HEADS: gl.constexpr):
     """Attend the queries of one half of each tile.
 
     In flight together: the scores of a key tile and P V of the one before; then P V and the softmax of those scores.
     """
+    q_nope, q_rope, k_nope, k_rope, v = tiles
+    q_arrived, q_free, k_arrived, k_free, v_arrived, v_free = barriers
     QUERIES: gl.constexpr = q_nope.shape[1]
     KEYS: gl.constexpr = k_nope.shape[1]
     VALUE_DIM: gl.constexpr = v.shape[2]
@@ -248,12 +207,12 @@ def _consume(
     no_scores = gl.zeros([QUERIES, KEYS], gl.float32, score_layout)
     own_nope = q_nope.index(half)
     own_rope = q_rope.index(half)
-    num_turns = (num_tiles * num_sequences * NUM_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)
+    num_turns = _num_turns(batch, NUM_HEADS)
     num_done = 0  # tiles
     num_used = 0  # key tiles
     for turn in range(num_turns):
         head, query_start, first_query, num_queries, _key_start, num_keys, first_end, num_steps = _locate(
-            turn, query_starts, key_starts, num_tiles, num_sequences, NUM_HEADS, 2 * QUERIES, KEYS
+            turn, batch, NUM_HEADS, 2 * QUERIES, KEYS
         )
         if num_steps > 0:
             first_query += half * QUERIES
@@ -370,72 +329,17 @@ def _prefill_kernel(
         mbarrier.init(v_arrived.index(i), count=1)
         mbarrier.init(v_free.index(i), count=2)
     fence_async_shared()
-    consumer_0 = (
-        query_starts,
-        key_starts,
-        out,
-        scale,
-        num_tiles,
-        num_sequences,
-        q_nope,
-        q_rope,
-        k_nope,
-        k_rope,
-        v,
-        q_arrived,
-        q_free,
-        k_arrived,
-        k_free,
-        v_arrived,
-        v_free,
-        0,
-        NUM_HEADS,
+    batch = (query_starts, key_starts, num_tiles, num_sequences)
+    tiles = (q_nope, q_rope, k_nope, k_rope, v)
+    barriers = (q_arrived, q_free, k_arrived, k_free, v_arrived, v_free)
+    sources = (q_nope_rows, q_rope_rows, k_nope_rows, k_rope_rows, v_rows)
+    head_strides = (q_head_stride, k_head_stride, v_head_stride)
+    gl.warp_specialize(
+        [
+            (_consume, (0, out, scale, batch, tiles, barriers, NUM_HEADS)),
+            (_consume, (1, out, scale, batch, tiles, barriers, NUM_HEADS)),
+            (_produce, (sources, head_strides, batch, tiles, barriers, NUM_HEADS)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
     )
-    consumer_1 = (
-        query_starts,
-        key_starts,
-        out,
-        scale,
-        num_tiles,
-        num_sequences,
-        q_nope,
-        q_rope,
-        k_nope,
-        k_rope,
-        v,
-        q_arrived,
-        q_free,
-        k_arrived,
-        k_free,
-        v_arrived,
-        v_free,
-        1,
-        NUM_HEADS,
-    )
-    producer = (
-        q_nope_rows,
-        q_rope_rows,
-        k_nope_rows,
-        k_rope_rows,
-        v_rows,
-        query_starts,
-        key_starts,
-        num_tiles,
-        num_sequences,
-        q_head_stride,
-        k_head_stride,
-        v_head_stride,
-        q_nope,
-        q_rope,
-        k_nope,
-        k_rope,
-        v,
-        q_arrived,
-        q_free,
-        k_arrived,
-        k_free,
-        v_arrived,
-        v_free,
-        NUM_HEADS,
-    )
-    gl.warp_specialize([(_consume, consumer_0), (_consume, consumer_1), (_produce, producer)], [4, 1], [240, 24])
