@@ -13,13 +13,13 @@ import contextvars
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ray import serve
 from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
 from app.errors import EngineError, LongspanError, OverloadedError, UnavailableError
 from app.protocol import GenerateRequest, TokenChunk
@@ -41,7 +41,7 @@ class PoolClient:
         self._router_id = uuid.uuid4().hex
         self._inboxes: dict[str, Inbox] = {}  # by request id
         self._channels: dict[str, set[Inbox]] = {}  # open ones, and who depends on them
-        self._readers: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._next_attempt_s = 0.0
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
@@ -58,8 +58,7 @@ class PoolClient:
             async for item in self._own_items(call, inbox):
                 num_open -= _num_finished(item)
                 yield item
-            if num_open:
-                watcher = asyncio.create_task(self._watch(call, inbox))
+            watcher = self._start(self._watch(call, inbox))
             while num_open:
                 received = await inbox.get()
                 if isinstance(received, LongspanError):
@@ -71,9 +70,11 @@ class PoolClient:
                 self._inboxes.pop(request.request_id, None)
             for dependants in self._channels.values():
                 dependants.discard(inbox)
-            if watcher is not None:
-                watcher.cancel()
-            call.cancel()
+            # A call whose sequences have all finished ends by itself.
+            if num_open:
+                if watcher is not None:
+                    watcher.cancel()
+                call.cancel()
 
     async def _own_items(self, call: Any, inbox: Inbox) -> AsyncGenerator[list[TokenChunk], None]:
         """What comes by the request's own stream, until it ends or moves to a channel."""
@@ -95,11 +96,13 @@ class PoolClient:
             raise self._translated(error) from None
 
     async def _watch(self, call: Any, inbox: Inbox) -> None:
-        """Pass on a failure that comes by the request's own stream after it moved."""
+        """Read the request's own stream to its end, to pass on a failure that comes by it after it moved."""
         try:
             async for item in call:
                 if isinstance(item, LongspanError):
                     inbox.put_nowait(item)
+        except RequestCancelledError:
+            pass  # by us
         except Exception as error:
             inbox.put_nowait(self._translated(error))
 
@@ -109,9 +112,14 @@ class PoolClient:
             return
         self._next_attempt_s = now_s + CHANNEL_RETRY_S
         # A context of its own: Serve cancels what a request's context started when that request is cancelled.
-        reader = asyncio.get_running_loop().create_task(self._read_channel(), context=contextvars.Context())
-        self._readers.add(reader)
-        reader.add_done_callback(self._readers.discard)
+        self._start(self._read_channel(), context=contextvars.Context())
+
+    def _start(self, work: Coroutine[Any, Any, None], context: contextvars.Context | None = None) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, context=context)
+        # The event loop itself holds tasks only weakly.
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _read_channel(self) -> None:
         channel_id = uuid.uuid4().hex

@@ -154,15 +154,16 @@ def test_a_trickle_keeps_the_last_replica() -> None:
     assert pool.step(dataclasses.replace(MEASURED, arrival_seqs_per_s=0.01), 200) == 1
 
 
-def test_scaling_down_that_is_regretted_takes_longer_the_next_time() -> None:
-    pool = Pool(target=2)
-    pool.step(MEASURED, 31)
-    assert pool.target == 1
-    pool.step(queued(50, arrival_seqs_per_s=12), 4)
-    assert pool.target > 1
-    pool.running = pool.target = 2
-    assert pool.step(MEASURED, 45) == 2
-    assert pool.step(MEASURED, 90) == 1
+def test_replicas_added_for_a_queue_stay_while_the_load_is_the_same() -> None:
+    steady = dataclasses.replace(MEASURED, arrival_seqs_per_s=2.0)  # 4 of 10 places
+    pool = Pool()
+    pool.step(dataclasses.replace(steady, waiting_seqs=5, running_seqs=8), 3)
+    pool.step(dataclasses.replace(steady, waiting_seqs=9, running_seqs=8), 3)
+    assert pool.target == 2  # a clump of requests, though one replica carries this load
+    pool.running = 2
+    half = dataclasses.replace(MEASURED, arrival_seqs_per_s=1.0)
+    assert pool.step(half, 600) == 2
+    assert pool.step(dataclasses.replace(half, arrival_seqs_per_s=0.5), 100) == 1
 
 
 def test_a_metrics_outage_holds_and_zero_figures_do_not() -> None:
