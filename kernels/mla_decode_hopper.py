@@ -74,6 +74,7 @@ def launch(
         BLOCK_SIZE=cache.shape[1],
         HEADS=heads_per_program,
         KEYS=TILE,
+        KEY_AXIS=1 if heads_per_program == 64 else 0,
         num_warps=8 if heads_per_program == 64 else 4,
     )
 
@@ -135,25 +136,38 @@ def _decode_kernel(
     BLOCK_SIZE: gl.constexpr,
     HEADS: gl.constexpr,
     KEYS: gl.constexpr,
+    KEY_AXIS: gl.constexpr,
 ):
-    """One share of the tiles for one group of heads.
+    """One share of the tiles for one group of heads. Of two tiles of shared memory one is filled while the other is
+    worked on; each is read in place as keys (rows) and as values (columns).
 
-    Scores are [KEYS, HEADS] and the numerator [VALUE_DIM, HEADS]: the cache tile is the wide operand of both products
-    and is read in place, as rows and as columns, so 16 heads waste nothing. Two tiles of shared memory: while one is
-    worked on, the other is filled.
+    KEY_AXIS 0: scores are [KEYS, HEADS], the numerator is [VALUE_DIM, HEADS]. The matrix unit's 64 rows are then keys
+    and values, so that 16 heads waste nothing.
+    KEY_AXIS 1: scores are [HEADS, KEYS], the numerator is [HEADS, VALUE_DIM]. 64 heads fill the rows themselves; a
+    head's softmax stays within a warp's rows, and P V reads less shared memory per operation.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     warps: gl.constexpr = gl.num_warps()
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, HEADS * 4 // warps, 16])
-    value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, HEADS, 16])
+    HEAD_AXIS: gl.constexpr = 1 - KEY_AXIS
+    groups: gl.constexpr = warps // 4
+    if KEY_AXIS == 0:
+        score_shape: gl.constexpr = [KEYS, HEADS]
+        value_shape: gl.constexpr = [VALUE_DIM, HEADS]
+        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, HEADS // groups, 16])
+        value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, HEADS, 16])
+    else:
+        score_shape: gl.constexpr = [HEADS, KEYS]
+        value_shape: gl.constexpr = [HEADS, VALUE_DIM]
+        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, KEYS // groups, 16])
+        value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, VALUE_DIM // groups, 16])
     cache_layout: gl.constexpr = value_rows.layout
-    weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEADS], dtype)
+    weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(score_shape, dtype)
 
     values = gl.allocate_shared_memory(dtype, [2, KEYS, VALUE_DIM], cache_layout)
     ropes = gl.allocate_shared_memory(dtype, [2, KEYS, ROPE_DIM], cache_layout)
     q_value = gl.allocate_shared_memory(dtype, [HEADS, VALUE_DIM], cache_layout)
     q_rope = gl.allocate_shared_memory(dtype, [HEADS, ROPE_DIM], cache_layout)
-    weight_tile = gl.allocate_shared_memory(dtype, [KEYS, HEADS], weight_layout)
+    weight_tile = gl.allocate_shared_memory(dtype, score_shape, weight_layout)
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(arrived.index(0), count=1)
     mbarrier.init(arrived.index(1), count=1)
@@ -167,11 +181,11 @@ def _decode_kernel(
     first_tile = program * share
     last_tile = gl.minimum(first_tile + share, num_tiles)
 
-    key = gl.arange(0, KEYS, gl.SliceLayout(1, score_layout))
-    maximum = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(0, score_layout))
-    denominator = gl.zeros([KEYS, HEADS], gl.float32, score_layout)
-    numerator = gl.zeros([VALUE_DIM, HEADS], gl.float32, value_layout)
-    no_scores = gl.zeros([KEYS, HEADS], gl.float32, score_layout)
+    key = gl.arange(0, KEYS, gl.SliceLayout(HEAD_AXIS, score_layout))
+    maximum = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(KEY_AXIS, score_layout))
+    denominator = gl.zeros(score_shape, gl.float32, score_layout)
+    numerator = gl.zeros(value_shape, gl.float32, value_layout)
+    no_scores = gl.zeros(score_shape, gl.float32, score_layout)
 
     row = gl.load(first_rows + program)
     token = 0
@@ -223,36 +237,46 @@ def _decode_kernel(
             _zero_rows(tile_values, num_keys, 64)
             _zero_rows(tile_ropes, num_keys, ROPE_DIM)
             fence_async_shared()
-        scores = warpgroup_mma(tile_values, q_value.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma(tile_ropes, q_rope.permute((1, 0)), scores, is_async=True)
+        if KEY_AXIS == 0:
+            scores = warpgroup_mma(tile_values, q_value.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma(tile_ropes, q_rope.permute((1, 0)), scores, is_async=True)
+        else:
+            scores = warpgroup_mma(q_value, tile_values.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma(q_rope, tile_ropes.permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores]) * scale
-        scores = gl.where((key < num_keys)[:, None], scores, float("-inf"))
-        new_maximum = gl.maximum(maximum, gl.max(scores, axis=0))
+        scores = gl.where(gl.expand_dims(key < num_keys, HEAD_AXIS), scores, float("-inf"))
+        new_maximum = gl.maximum(maximum, gl.max(scores, axis=KEY_AXIS))
         decay = gl.exp2(maximum - new_maximum)
-        weights = gl.exp2(scores - new_maximum[None, :])
+        weights = gl.exp2(scores - gl.expand_dims(new_maximum, KEY_AXIS))
         maximum = new_maximum
-        # Summed over the keys at the row's end only: a sum over rows crosses warps.
-        denominator = denominator * decay[None, :] + weights
+        # Summed over the keys at the row's end only: such a sum crosses warps.
+        denominator = denominator * gl.expand_dims(decay, KEY_AXIS) + weights
         weight_tile.store(weights.to(dtype))
         fence_async_shared()
-        numerator = numerator * gl.convert_layout(decay, gl.SliceLayout(0, value_layout))[None, :]
-        numerator = warpgroup_mma(tile_values.permute((1, 0)), weight_tile, numerator, is_async=True)
+        numerator_decay = gl.convert_layout(decay, gl.SliceLayout(KEY_AXIS, value_layout))
+        numerator = numerator * gl.expand_dims(numerator_decay, KEY_AXIS)
+        if KEY_AXIS == 0:
+            numerator = warpgroup_mma(tile_values.permute((1, 0)), weight_tile, numerator, is_async=True)
+        else:
+            numerator = warpgroup_mma(weight_tile, tile_values, numerator, is_async=True)
         numerator = warpgroup_mma_wait(0, deps=[numerator])
 
         if ends_row or tile + 1 == last_tile:
-            total = gl.sum(denominator, axis=0)
-            result = numerator / gl.convert_layout(total, gl.SliceLayout(0, value_layout))[None, :]
-            head = first_head + gl.arange(0, HEADS, gl.SliceLayout(0, value_layout))
-            column = gl.arange(0, VALUE_DIM, gl.SliceLayout(1, value_layout))
-            is_head = (head < NUM_HEADS)[None, :]
+            total = gl.sum(denominator, axis=KEY_AXIS)
+            divisor = gl.convert_layout(total, gl.SliceLayout(KEY_AXIS, value_layout))
+            result = numerator / gl.expand_dims(divisor, KEY_AXIS)
+            head = first_head + gl.arange(0, HEADS, gl.SliceLayout(KEY_AXIS, value_layout))
+            column = gl.expand_dims(gl.arange(0, VALUE_DIM, gl.SliceLayout(HEAD_AXIS, value_layout)), HEAD_AXIS)
+            is_head = gl.expand_dims(head < NUM_HEADS, KEY_AXIS)
             if ends_row and began_here:
-                target = (row.to(gl.int64) * NUM_HEADS + head)[None, :] * VALUE_DIM + column[:, None]
+                target = gl.expand_dims(row.to(gl.int64) * NUM_HEADS + head, KEY_AXIS) * VALUE_DIM + column
                 gl.store(out + target, result.to(dtype), mask=is_head)
             else:
+                # A program has at most two such ends: one that began before its share, one that goes on after it.
                 entry = (program * 2 + gl.where(began_here, 1, 0)) * NUM_HEADS
-                target = (entry + head).to(gl.int64)[None, :] * VALUE_DIM + column[:, None]
+                target = gl.expand_dims((entry + head).to(gl.int64), KEY_AXIS) * VALUE_DIM + column
                 gl.store(partial + target, result, mask=is_head)
-                lse_head = first_head + gl.arange(0, HEADS, gl.SliceLayout(0, score_layout))
+                lse_head = first_head + gl.arange(0, HEADS, gl.SliceLayout(KEY_AXIS, score_layout))
                 gl.store(partial_lse + entry + lse_head, maximum + gl.log2(total), mask=lse_head < NUM_HEADS)
             began_here = next_token == 0
             if tile + 1 < last_tile:
@@ -260,9 +284,9 @@ def _decode_kernel(
                 _load_query(q_row, first_head, 0, q_value, q_head_stride, NUM_HEADS)
                 _load_query(q_row, first_head, VALUE_DIM, q_rope, q_head_stride, NUM_HEADS)
                 fence_async_shared()
-            maximum = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(0, score_layout))
-            denominator = gl.zeros([KEYS, HEADS], gl.float32, score_layout)
-            numerator = gl.zeros([VALUE_DIM, HEADS], gl.float32, value_layout)
+            maximum = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(KEY_AXIS, score_layout))
+            denominator = gl.zeros(score_shape, gl.float32, score_layout)
+            numerator = gl.zeros(value_shape, gl.float32, value_layout)
         row = next_row
         token = next_token
         length = next_length
