@@ -16,9 +16,11 @@ from typing import NamedTuple
 from app.serving.budget import Claim, Shares
 
 MIN_DECODE_SHARE = 0.05  # of the time, left to decoding however busy the prefill is
+SMALL_LOAD = 0.05  # replicas' worth too small to compare
 IDLE_ARRIVALS_PER_S = 1e-3  # a smoothed arrival rate below it counts as none
 GROWTH = 1.5  # a queue this many times as long as when it crossed the target is not a passing clump
-MAX_PATIENCE = 8.0  # a pool that regretted scaling down waits up to this many down windows
+STRAIN_MARGIN = 0.75  # of the load that strained a number of replicas: below it they are tried again,
+STRAIN_WINDOWS = 24.0  # or after this many down windows
 
 
 # ---- what goes in ----
@@ -115,6 +117,15 @@ class ScalingConfig:
 # ---- what is kept between calls, and what comes out ----
 
 
+class Strain(NamedTuple):
+    """A load that came with pressure, and how many replicas ran then."""
+
+    replicas: int
+    prefill: float
+    decode: float
+    since_s: float
+
+
 class Wish(NamedTuple):
     """A number of replicas that has been called for without a break."""
 
@@ -139,7 +150,7 @@ class PoolState:
     average: Mapping[str, float] = field(default_factory=dict)  # load over the down window
     averaged_s: float = -math.inf
     lowered_s: float = -math.inf  # last time the target fell
-    patience: float = 1.0  # in down windows
+    strain: Strain | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +206,7 @@ def decide(
     states, reasons = {}, {}
     for name, one in assessed.items():
         granted = shares.granted[name]
-        states[name] = _after(one.state, signals[name].target, granted, config.pools[name], now)
+        states[name] = _after(one.state, signals[name].target, granted, now)
         reasons[name] = Explanation(one.values, one.claim.wanted, granted, (*one.reasons, *shares.notes[name]))
     return Decision(shares.granted, states, reasons)
 
@@ -220,6 +231,8 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
     need = _replicas_for(load, config.max_utilisation, config, present=load.backlog < 1)
     spare = max(_replicas_for(load, config.consolidation_utilisation, config, present=True), config.min_replicas)
     low = max(_replicas_for(slow_load, config.consolidation_utilisation, config, present=True), spare)
+    state = _strained(state, load, pool.num_running, config, now)
+    low = max(low, _tried_in_vain(state.strain, slow_load))
     values |= {**_totals(fresh), **_known(load), "need": need, "need_to_consolidate": low}
 
     state, up, why = _upward(load, need, pool, state, config, now)
@@ -241,6 +254,28 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
     can_spare = state.spare is not None and now - state.spare.since_s >= config.up_window_s
     spare_to = min(wanted, state.spare.replicas) if state.spare is not None and can_spare else wanted
     return _Assessment(_claim(pool, config, state, now, wanted, need, spare_to), state, values, why)
+
+
+def _strained(state: PoolState, load: _Load, num_running: int, config: PoolScaling, now: float) -> PoolState:
+    """Remember what load so many replicas could not take without pressure."""
+    last = state.strain
+    if last is not None and now - last.since_s > STRAIN_WINDOWS * config.down_window_s:
+        last = None
+    if _is_pressed(load, config) and math.isfinite(load.prefill):
+        new = Strain(num_running, load.prefill, load.decode or 0.0, now)
+        if last is not None and last.replicas == num_running:
+            new = Strain(num_running, max(last.prefill, new.prefill), max(last.decode, new.decode), now)
+        last = new
+    return replace(state, strain=last)
+
+
+def _tried_in_vain(strain: Strain | None, load: _Load) -> int:
+    """One replica more than came under pressure with about this load: going back would only fetch it again."""
+    if strain is None or not load.is_active:
+        return 0
+    pairs = ((load.prefill, strain.prefill), (load.decode or 0.0, strain.decode))
+    is_alike = any(now > STRAIN_MARGIN * then and then > SMALL_LOAD for now, then in pairs)
+    return strain.replicas + 1 if is_alike else 0
 
 
 def _claim(
@@ -373,8 +408,7 @@ def _upward(
     """How many replicas pressure asks for at this moment; the target if there is none, or if patience will do."""
     current = _clip(pool.target, config)
     calm = replace(state, backlog_since_s=None)
-    is_kv_full = load.kv > load.num_replicas * config.max_kv_usage
-    if load.backlog < 1 and not is_kv_full:
+    if not _is_pressed(load, config):
         return calm, current, ()
     if state.backlog_since_s is None:
         state = replace(state, backlog_since_s=now, backlog=load.backlog)
@@ -396,6 +430,10 @@ def _upward(
     return replace(state, backlog_since_s=now, backlog=load.backlog), current, (f"{pressure}; draining",)
 
 
+def _is_pressed(load: _Load, config: PoolScaling) -> bool:
+    return load.backlog >= 1 or load.kv > load.num_replicas * config.max_kv_usage
+
+
 def _sustained(wish: Wish | None, count: int, since_s: float, pick: Callable[[int, int], int]) -> Wish:
     return Wish(since_s, count) if wish is None else Wish(wish.since_s, pick(wish.replicas, count))
 
@@ -404,32 +442,19 @@ def _settled(state: PoolState, current: int, config: PoolScaling, now: float) ->
     """What has been wanted for a whole window, one step at most."""
     if state.up is not None and now - state.up.since_s >= config.up_window_s:
         return max(min(state.up.replicas, current + config.max_step, config.max_replicas), current), ()
-    window_s = config.down_window_s * state.patience
-    if state.down is not None and now - state.down.since_s >= window_s:
+    if state.down is not None and now - state.down.since_s >= config.down_window_s:
         # The last replica goes alone: Ray does not stop several at once down to zero.
         least = 1 if current > 1 else 0
         wanted = max(state.down.replicas, current - config.max_step, least)
-        return min(wanted, current), (f"the load has fitted {state.down.replicas} for {window_s:g} s",)
+        return min(wanted, current), (f"the load has fitted {state.down.replicas} for {config.down_window_s:g} s",)
     return current, ()
 
 
-def _after(state: PoolState, target: int, granted: int, config: PoolScaling, now: float) -> PoolState:
+def _after(state: PoolState, target: int, granted: int, now: float) -> PoolState:
     if granted == target:
         return state
-    patience = state.patience
-    if granted > target and now - state.lowered_s < 2 * config.down_window_s * patience:
-        patience = min(2 * patience, MAX_PATIENCE)
-    elif granted < target and now - state.lowered_s > 4 * config.down_window_s * patience:
-        patience = max(patience / 2, 1.0)
-    return replace(
-        state,
-        up=None,
-        down=None,
-        spare=None,
-        backlog_since_s=None,
-        patience=patience,
-        lowered_s=now if granted < target else state.lowered_s,
-    )
+    lowered_s = now if granted < target else state.lowered_s
+    return replace(state, up=None, down=None, spare=None, backlog_since_s=None, lowered_s=lowered_s)
 
 
 def _clip(count: int, config: PoolScaling) -> int:
