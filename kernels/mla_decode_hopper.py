@@ -150,16 +150,15 @@ def _decode_kernel(
     warps: gl.constexpr = gl.num_warps()
     HEAD_AXIS: gl.constexpr = 1 - KEY_AXIS
     groups: gl.constexpr = warps // 4
-    if KEY_AXIS == 0:
-        score_shape: gl.constexpr = [KEYS, HEADS]
-        value_shape: gl.constexpr = [VALUE_DIM, HEADS]
-        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, HEADS // groups, 16])
-        value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, HEADS, 16])
-    else:
-        score_shape: gl.constexpr = [HEADS, KEYS]
-        value_shape: gl.constexpr = [HEADS, VALUE_DIM]
-        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, KEYS // groups, 16])
-        value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, VALUE_DIM // groups, 16])
+    width: gl.constexpr = HEADS if KEY_AXIS == 0 else KEYS
+    score_shape: gl.constexpr = [KEYS, HEADS] if KEY_AXIS == 0 else [HEADS, KEYS]
+    value_shape: gl.constexpr = [VALUE_DIM, HEADS] if KEY_AXIS == 0 else [HEADS, VALUE_DIM]
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, width // groups, 16])
+    value_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0],
+        [warps, 1] if KEY_AXIS == 0 else [4, groups],
+        [16, HEADS, 16] if KEY_AXIS == 0 else [16, VALUE_DIM // groups, 16],
+    )
     cache_layout: gl.constexpr = value_rows.layout
     weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(score_shape, dtype)
 
