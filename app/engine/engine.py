@@ -21,7 +21,7 @@ from app.engine.runner import Runner
 from app.engine.sampler import PendingSample, Sampler
 from app.engine.scheduler import Scheduler
 from app.errors import DeadlineExceededError, EngineError, UnavailableError
-from app.protocol import EngineStats, GenerateRequest, TokenChunk
+from app.protocol import EngineStats, FinishReason, GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row; then the engine is dead, not unlucky
@@ -202,11 +202,14 @@ class Engine:
         finally:
             self.abort(request.request_id)
 
-    def abort(self, request_id: str) -> None:
-        """Forget a request, whatever its state; its blocks are free when this returns. Unknown ids are ignored."""
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
+        """Forget a request, whatever its state; its blocks are free when this returns. Unknown ids are ignored.
+
+        `reason` is what the statistics count it as: a stop string, found outside the engine, is "stop".
+        """
         with self._changed:
             self._streams.pop(request_id, None)
-            self._scheduler.abort(request_id)
+            self._scheduler.abort(request_id, reason)
 
     def stats(self) -> EngineStats:
         with self._changed:

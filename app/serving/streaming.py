@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from app.errors import EngineError, LongspanError, UnavailableError
-from app.protocol import GenerateRequest, TokenChunk
+from app.protocol import FinishReason, GenerateRequest, TokenChunk
 from app.tokenizer import Detokenizer, Tokenizer
 
 MIN_WINDOW_S = 0.020
@@ -38,6 +38,8 @@ class Generator(Protocol):
     """The part of Engine that streams."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]: ...
+
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> None: ...
 
 
 class Pacer:
@@ -228,6 +230,8 @@ class SequenceGroup:
                     added = texts.add(chunk)
                     self._target.add(added)
                     if added.finish_reason is not None:
+                        if chunk.finish_reason is None:
+                            engine.abort(request.request_id, added.finish_reason)
                         break
         except LongspanError as error:
             self.fail(error)

@@ -108,6 +108,7 @@ def test_stop_string_across_tokens(server: Server, stream: bool) -> None:
     middle = len(text) // 2
     stop = text[middle - 3 : middle + 4]
     fields = {"prompt": "Once upon a time", "max_tokens": 40, "stop": [stop]}
+    stopped = server.metric("request_success_total", finished_reason="stop")
     if stream:
         lines = post(
             server, "/v1/completions", json={"model": MODEL, "temperature": 0, "stream": True, **fields}
@@ -120,6 +121,7 @@ def test_stop_string_across_tokens(server: Server, stream: bool) -> None:
         got = end["text"]
     assert got == text[: text.index(stop)]
     assert (end["finish_reason"], end["stop_reason"]) == ("stop", stop)
+    eventually(lambda: server.metric("request_success_total", finished_reason="stop") > stopped)
 
 
 def test_long_prompts_go_to_the_long_pool(server: Server) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from app.config import EMBEDDED_MODEL
 from app.errors import EngineError
-from app.protocol import GenerateRequest, SamplingParams, TokenChunk, TokenLogprob
+from app.protocol import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprob
 from app.serving.streaming import Channel, Pacer, SequenceGroup, StreamItem, join_chunks
 from app.tokenizer import Tokenizer
 
@@ -24,6 +24,10 @@ class ScriptedEngine:
         self.fail_after = fail_after
         self.running: set[str] = set()
         self.num_yielded = 0
+        self.aborted: dict[str, FinishReason] = {}
+
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
+        self.aborted[request_id] = reason
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         self.running.add(request.request_id)

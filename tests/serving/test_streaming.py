@@ -52,7 +52,7 @@ async def test_stop_string_across_chunks(stop: str) -> None:
     assert (chunk.finish_reason, chunk.stop_reason) == ("stop", stop)
     assert chunk.num_output_tokens == len(chunk.token_ids) == len(chunk.logprobs or ())
     assert chunk.num_output_tokens < len(request("a").prompt_token_ids)
-    assert not engine.running
+    assert not engine.running and engine.aborted == {"a": "stop"}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
