@@ -18,6 +18,7 @@ from app.planning.replica import SimulatedReplica, SimulatedRequest
 from app.planning.results import PoolSample, Sample, SimulationResult
 from app.planning.trace import TraceRequest
 from app.protocol import EngineStats
+from app.serving.load import Demand
 from app.serving.routing import (
     POOLS,
     OutputEstimate,
@@ -29,7 +30,7 @@ from app.serving.routing import (
     choose_pool,
     choose_replica,
 )
-from app.serving.scaling import Demand, PoolSignals, PoolState, Report, ScalingConfig, decide
+from app.serving.scaling import PoolSignals, PoolState, Report, ScalingConfig, decide
 from app.serving.signals import SignalMeter
 
 

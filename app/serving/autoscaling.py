@@ -1,6 +1,6 @@
 """Serve's application-level autoscaling policy: reads what replicas and monitor recorded, asks scaling.decide.
 
-A leaf with its two neighbours (stdlib and ray only). Serve pickles a policy's own module by value and its controller
+A leaf with its three neighbours (stdlib and ray only). Serve pickles a policy's own module by value and its controller
 never sees the application's environment, so the neighbours are told to travel by value too: a controller older than
 the deployed code then still runs the policy that was deployed.
 """
@@ -17,24 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from ray import cloudpickle
 
-from app.serving import budget, scaling
-from app.serving.scaling import (
-    Decision,
-    Demand,
-    PoolScaling,
-    PoolSignals,
-    PoolState,
-    ReplicaSignals,
-    Report,
-    ScalingConfig,
-    decide,
-)
+from app.serving import budget, load, scaling
+from app.serving.load import Demand, PoolScaling, ReplicaSignals
+from app.serving.scaling import Decision, PoolSignals, PoolState, Report, ScalingConfig, decide
 
 if TYPE_CHECKING:
     from ray.serve._private.common import DeploymentID
     from ray.serve.config import AutoscalingContext
 
-for _neighbour in (scaling, budget):
+for _neighbour in (scaling, load, budget):
     cloudpickle.register_pickle_by_value(_neighbour)  # type: ignore[no-untyped-call]  # Ray ships no types for it
 
 logger = logging.getLogger("ray.serve.longspan.scaling")

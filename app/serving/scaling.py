@@ -9,36 +9,30 @@ that arrives says *how many*. So a backlog that grows while replicas start does 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from app.serving.budget import Claim, Shares
+from app.serving.load import (
+    Demand,
+    Load,
+    PoolScaling,
+    ReplicaSignals,
+    is_pressed,
+    known_of,
+    measure,
+    replicas_for,
+    totals_of,
+)
 
-MIN_DECODE_SHARE = 0.05  # of the time, left to decoding however busy the prefill is
 SMALL_LOAD = 0.05  # replicas' worth too small to compare
-IDLE_ARRIVALS_PER_S = 1e-3  # a smoothed arrival rate below it counts as none
 GROWTH = 1.5  # a queue this many times as long as when it crossed the target is not a passing clump
 STRAIN_MARGIN = 0.75  # of the load that strained a number of replicas: below it they are tried again,
 STRAIN_WINDOWS = 24.0  # or after this many down windows
 
 
 # ---- what goes in ----
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaSignals:
-    """What one replica reports (SignalMeter measures it). None: not known yet."""
-
-    waiting_seqs: float = 0.0
-    waiting_prefill_tokens: float = 0.0
-    running_seqs: float = 0.0
-    max_running_seqs: float = 1.0
-    kv_usage: float = 0.0  # share of blocks held by live sequences
-    arrival_seqs_per_s: float = 0.0
-    arrival_tokens_per_s: float = 0.0  # prompt tokens that must be computed
-    prefill_tokens_per_s: float | None = None  # how fast prompts are computed when there are enough of them
-    decode_s: float | None = None  # first step to last token of a sequence, if no prefill ran beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +44,6 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """Requests that wait outside the pool because it has no replica, or that were refused for want of room."""
-
-    waiting_seqs: float = 0.0
-    rejected_tokens_per_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class PoolSignals:
     """A pool as the cluster sees it. `demand` None: nobody could say, which is not zero."""
 
@@ -65,39 +51,6 @@ class PoolSignals:
     num_running: int
     reports: Mapping[str, Report] = field(default_factory=dict)  # by replica
     demand: Demand | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PoolScaling:
-    """How one pool scales. Raises ValueError that starts with the field's name."""
-
-    min_replicas: int = 1
-    max_replicas: int = 1
-    replica_cost: float = 1.0  # of the budget
-    ttft_target_s: float = 2.0
-    max_waiting_seqs: float = 8.0  # per replica
-    max_kv_usage: float = 0.85
-    max_utilisation: float = 0.85  # load of a replica that scaling up aims at
-    consolidation_utilisation: float = 0.6  # load of the remaining replicas that scaling down may cause
-    max_step: int = 2
-    up_window_s: float = 2.0
-    down_window_s: float = 300.0
-    drain_window_s: float = 60.0  # a backlog must halve in this time, or one more replica is asked for
-    start_timeout_s: float = 600.0  # start-up longer than this: no node can place the replica
-    retry_s: float = 300.0  # after which placing is tried again
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{item.name}: must be a finite number, at least 0, got {value}")
-        if self.max_replicas < max(1, self.min_replicas):
-            raise ValueError(f"max_replicas: must be at least max(1, min_replicas), got {self.max_replicas}")
-        for name in ("replica_cost", "ttft_target_s", "max_waiting_seqs", "max_kv_usage", "max_step", "up_window_s"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name}: must be greater than 0")
-        if not 0 < self.consolidation_utilisation < self.max_utilisation <= 1:
-            raise ValueError("consolidation_utilisation: must lie between 0 and max_utilisation, and that in (0, 1]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +122,6 @@ class Decision(NamedTuple):
     reasons: dict[str, Explanation]
 
 
-class _Load(NamedTuple):
-    """Work of a pool in replicas' worth of each resource, as the replicas with fresh figures see it."""
-
-    num_replicas: int
-    prefill: float  # share of the time computing prompts; inf if the speed is not known
-    decode: float | None  # share of the batch that arrivals will hold if no prefill ran; None: nothing ended yet
-    seqs: float  # share of the batch held now
-    kv: float  # cache held now
-    backlog: float  # queue as a multiple of what is tolerated
-    is_active: bool
-
-
 class _Assessment(NamedTuple):
     """One pool alone, before the budget."""
 
@@ -225,15 +166,15 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
         wanted, why = _placeable(wanted, why, pool, state, config, now)
         return _Assessment(_claim(pool, config, state, now, wanted, wanted, wanted), state, values, why)
 
-    load = _measure(fresh, pool.demand or Demand(), config)
+    load = measure(fresh, pool.demand or Demand(), config)
     state, slow_load = _slowly(state, load, config, now)
     # A queue that drains fills every place and the cache, whatever arrives: then only the arrivals count.
-    need = _replicas_for(load, config.max_utilisation, config, present=load.backlog < 1)
-    spare = max(_replicas_for(load, config.consolidation_utilisation, config, present=True), config.min_replicas)
-    low = max(_replicas_for(slow_load, config.consolidation_utilisation, config, present=True), spare)
+    need = replicas_for(load, config.max_utilisation, config, present=load.backlog < 1)
+    spare = max(replicas_for(load, config.consolidation_utilisation, config, present=True), config.min_replicas)
+    low = max(replicas_for(slow_load, config.consolidation_utilisation, config, present=True), spare)
     state = _strained(state, load, pool.num_running, config, now)
     low = max(low, _tried_in_vain(state.strain, slow_load))
-    values |= {**_totals(fresh), **_known(load), "need": need, "need_to_consolidate": low}
+    values |= {**totals_of(fresh), **known_of(load), "need": need, "need_to_consolidate": low}
 
     state, up, why = _upward(load, need, pool, state, config, now)
     # A queue that has only just formed counts from where it did: its growth already took a window to see.
@@ -256,12 +197,12 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
     return _Assessment(_claim(pool, config, state, now, wanted, need, spare_to), state, values, why)
 
 
-def _strained(state: PoolState, load: _Load, num_running: int, config: PoolScaling, now: float) -> PoolState:
+def _strained(state: PoolState, load: Load, num_running: int, config: PoolScaling, now: float) -> PoolState:
     """Remember what load so many replicas could not take without pressure."""
     last = state.strain
     if last is not None and now - last.since_s > STRAIN_WINDOWS * config.down_window_s:
         last = None
-    if _is_pressed(load, config) and math.isfinite(load.prefill):
+    if is_pressed(load, config) and math.isfinite(load.prefill):
         new = Strain(num_running, load.prefill, load.decode or 0.0, now)
         if last is not None and last.replicas == num_running:
             new = Strain(num_running, max(last.prefill, new.prefill), max(last.decode, new.decode), now)
@@ -269,7 +210,7 @@ def _strained(state: PoolState, load: _Load, num_running: int, config: PoolScali
     return replace(state, strain=last)
 
 
-def _tried_in_vain(strain: Strain | None, load: _Load) -> int:
+def _tried_in_vain(strain: Strain | None, load: Load) -> int:
     """One replica more than came under pressure with about this load: going back would only fetch it again."""
     if strain is None or not load.is_active:
         return 0
@@ -338,54 +279,7 @@ def _placeable(
     return min(wanted, max(pool.num_running, config.min_replicas)), (*why, reason)
 
 
-def _measure(fresh: Sequence[ReplicaSignals], demand: Demand, config: PoolScaling) -> _Load:
-    speeds = [one.prefill_tokens_per_s for one in fresh if one.prefill_tokens_per_s]
-    speed = sum(speeds) / len(speeds) if speeds else 0.0
-    decodes = [one.decode_s for one in fresh if one.decode_s is not None]
-    num_seqs = sum(one.max_running_seqs for one in fresh) / len(fresh)
-    totals = _totals(fresh)
-    tokens_per_s = totals["arrival_tokens_per_s"] + demand.rejected_tokens_per_s
-    waiting_seqs = totals["waiting_seqs"] + demand.waiting_seqs
-    backlog = waiting_seqs / (len(fresh) * config.max_waiting_seqs)
-    if speed:
-        backlog = max(backlog, totals["waiting_prefill_tokens"] / (len(fresh) * speed * config.ttft_target_s))
-    is_busy = waiting_seqs + totals["waiting_prefill_tokens"] + totals["running_seqs"] > 0
-    # Little's law: arrivals x time in the batch is how many places they will hold, however many hold one now.
-    places = totals["arrival_seqs_per_s"] * sum(decodes) / len(decodes) if decodes else None
-    return _Load(
-        num_replicas=len(fresh),
-        prefill=tokens_per_s / speed if speed else math.inf if tokens_per_s > 0 else 0.0,
-        decode=None if places is None else places / num_seqs,
-        seqs=totals["running_seqs"] / num_seqs,
-        kv=sum(one.kv_usage for one in fresh),
-        backlog=backlog,
-        is_active=is_busy or totals["arrival_seqs_per_s"] > IDLE_ARRIVALS_PER_S,
-    )
-
-
-def _replicas_for(load: _Load, utilisation: float, config: PoolScaling, *, present: bool) -> int:
-    """The fewest replicas that carry the load with none used beyond `utilisation`; the maximum if none do.
-
-    Decoding gets the time that prefill leaves, so where prefill takes a larger share, sequences stay longer and hold
-    more places and cache. `present`: what is held now must fit as well, not only what the arrivals will hold.
-    """
-    if not load.is_active:
-        return 0
-    kv_utilisation = config.max_kv_usage * utilisation / config.max_utilisation
-    kv_per_place = load.kv / load.seqs if load.seqs else 0.0
-    for count in range(1, config.max_replicas):
-        prefill = load.prefill / count
-        seqs, kv = load.seqs, load.kv
-        if load.decode is not None:
-            held = load.decode / max(1.0 - prefill, MIN_DECODE_SHARE)
-            seqs = max(held, load.seqs if present else 0.0)
-            kv = max(held * kv_per_place, load.kv if present else 0.0)
-        if prefill <= utilisation and seqs <= count * utilisation and kv <= count * kv_utilisation:
-            return count
-    return config.max_replicas
-
-
-def _slowly(state: PoolState, load: _Load, config: PoolScaling, now: float) -> tuple[PoolState, _Load]:
+def _slowly(state: PoolState, load: Load, config: PoolScaling, now: float) -> tuple[PoolState, Load]:
     """The greater of the load and its average over the down window: chance lulls do not look like less traffic."""
     part = 1.0 - math.exp(-max(0.0, now - state.averaged_s) / max(config.down_window_s, 1.0))
     values = {"prefill": load.prefill, "decode": load.decode or 0.0}
@@ -403,12 +297,12 @@ def _slowly(state: PoolState, load: _Load, config: PoolScaling, now: float) -> t
 
 
 def _upward(
-    load: _Load, need: int, pool: PoolSignals, state: PoolState, config: PoolScaling, now: float
+    load: Load, need: int, pool: PoolSignals, state: PoolState, config: PoolScaling, now: float
 ) -> tuple[PoolState, int, tuple[str, ...]]:
     """How many replicas pressure asks for at this moment; the target if there is none, or if patience will do."""
     current = _clip(pool.target, config)
     calm = replace(state, backlog_since_s=None)
-    if not _is_pressed(load, config):
+    if not is_pressed(load, config):
         return calm, current, ()
     if state.backlog_since_s is None:
         state = replace(state, backlog_since_s=now, backlog=load.backlog)
@@ -428,10 +322,6 @@ def _upward(
     if load.backlog >= 1 and load.backlog > state.backlog / 2:
         return state, current + 1, (f"{pressure}; not halved in {config.drain_window_s:g} s, one more",)
     return replace(state, backlog_since_s=now, backlog=load.backlog), current, (f"{pressure}; draining",)
-
-
-def _is_pressed(load: _Load, config: PoolScaling) -> bool:
-    return load.backlog >= 1 or load.kv > load.num_replicas * config.max_kv_usage
 
 
 def _sustained(wish: Wish | None, count: int, since_s: float, pick: Callable[[int, int], int]) -> Wish:
@@ -459,13 +349,3 @@ def _after(state: PoolState, target: int, granted: int, now: float) -> PoolState
 
 def _clip(count: int, config: PoolScaling) -> int:
     return max(config.min_replicas, min(count, config.max_replicas))
-
-
-def _totals(fresh: Sequence[ReplicaSignals]) -> dict[str, float]:
-    summed = ("waiting_seqs", "waiting_prefill_tokens", "running_seqs", "arrival_tokens_per_s", "arrival_seqs_per_s")
-    totals = {name: sum(getattr(one, name) for one in fresh) for name in summed}
-    return {**totals, "kv_usage": sum(one.kv_usage for one in fresh) / len(fresh)}
-
-
-def _known(load: _Load) -> dict[str, float]:
-    return {name: float(value) for name, value in load._asdict().items() if value is not None and math.isfinite(value)}

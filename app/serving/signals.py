@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from app.protocol import EngineStats, Histogram
-from app.serving.scaling import ReplicaSignals
+from app.serving.load import ReplicaSignals
 
 ARRIVAL_WINDOW_S = 30.0  # time constant of the arrival rates
 DECODE_WINDOW_S = 60.0

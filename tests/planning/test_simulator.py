@@ -18,8 +18,9 @@ from app.planning.replica import SimulatedReplica, SimulatedRequest
 from app.planning.results import SimulationResult
 from app.planning.simulator import PoolPlan, Scenario, simulate
 from app.planning.trace import LengthClass, TraceRequest, bursts, constant, diurnal, merge, poisson, step
+from app.serving.load import PoolScaling
 from app.serving.routing import POOLS, PoolName
-from app.serving.scaling import PoolScaling, ScalingConfig
+from app.serving.scaling import ScalingConfig
 
 START_S = 120.0
 LENGTHS: dict[PoolName, LengthClass] = {"short": LengthClass(1.0, 300, 60), "long": LengthClass(1.0, 6000, 100)}
@@ -74,7 +75,7 @@ def test_the_cost_models_capacity_is_what_a_saturated_replica_does(pool: PoolNam
     assert len(replica.finished) / 600 == pytest.approx(CAPACITY[pool], rel=0.15)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_constant_load_makes_no_turn_in_an_hour(seed: int) -> None:
     trace = merge(*(traffic(pool, constant(0.7 * 2), 3600, seed + 10 * index) for index, pool in enumerate(POOLS)))
     result = simulate(trace, scenario(initial=2, extra_s=300, seed=seed))
@@ -86,7 +87,7 @@ def test_a_constant_load_makes_no_turn_in_an_hour(seed: int) -> None:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_step_overshoots_by_one_replica_at_most(pool: PoolName, seed: int) -> None:
     needed = 3  # for 2.3 replicas' worth
     trace = traffic(pool, step(0.3, 2.3, at_s=300), 1800, seed)
@@ -102,12 +103,12 @@ def test_a_step_overshoots_by_one_replica_at_most(pool: PoolName, seed: int) -> 
 @pytest.mark.parametrize("least", [0, 1])
 def test_no_traffic_leaves_the_minimum_and_the_pool_comes_back_without_a_loss(least: int) -> None:
     both = [traffic(pool, constant(1.2), 600, seed=3) for pool in POOLS]
-    back = [dataclasses.replace(one, arrival_s=one.arrival_s + 3000) for one in merge(*both)]
-    pools: dict[PoolName, dict[str, Any]] = {pool: {"min_replicas": least} for pool in POOLS}
-    result = simulate(merge(*both, back), scenario(pools=pools, extra_s=2000))
+    back = [dataclasses.replace(one, arrival_s=one.arrival_s + 1500) for one in merge(*both)]
+    pools: dict[PoolName, dict[str, Any]] = {pool: {"min_replicas": least, "down_window_s": 120.0} for pool in POOLS}
+    result = simulate(merge(*both, back), scenario(pools=pools, extra_s=900))
     check(result, 8)
     for pool in POOLS:
-        quiet = next(sample for sample in result.timeline if sample.time_s >= 2990)
+        quiet = next(sample for sample in result.timeline if sample.time_s >= 1490)
         assert quiet.pools[pool].target == quiet.pools[pool].running == least
         assert result.timeline[-1].pools[pool].target == least
         assert result.longest_wait_s(pool) < 2.5 * START_S
@@ -133,7 +134,7 @@ def test_alternating_bursts_move_the_shared_budget() -> None:
         traffic("short", bursts(0.1, 2.2, period), num_periods * period, seed=5),
         traffic("long", bursts(0.1, 2.2, period, offset_s=period / 2), num_periods * period, seed=6),
     )
-    result = simulate(trace, scenario(budget=budget, extra_s=300))
+    result = simulate(trace, scenario(budget=budget, extra_s=300, tick_s=2.0))
     check(result, budget)
     for index in range(1, 2 * num_periods):
         # At the end of every burst the pool that has it holds most of the budget.

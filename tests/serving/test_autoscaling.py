@@ -16,7 +16,8 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from app.serving.autoscaling import PoolsPolicy, monitor_stats, replica_stats
-from app.serving.scaling import Demand, PoolScaling, ReplicaSignals, ScalingConfig
+from app.serving.load import Demand, PoolScaling, ReplicaSignals
+from app.serving.scaling import ScalingConfig
 
 CONFIG = ScalingConfig(
     {"short": PoolScaling(max_replicas=4, up_window_s=1.0), "long": PoolScaling(0, 4)}, budget=5, stale_after_s=5

@@ -7,17 +7,8 @@ import random
 
 import pytest
 
-from app.serving.scaling import (
-    Decision,
-    Demand,
-    PoolScaling,
-    PoolSignals,
-    PoolState,
-    ReplicaSignals,
-    Report,
-    ScalingConfig,
-    decide,
-)
+from app.serving.load import Demand, PoolScaling, ReplicaSignals
+from app.serving.scaling import Decision, PoolSignals, PoolState, Report, ScalingConfig, decide
 
 POOL = PoolScaling(
     max_replicas=8,

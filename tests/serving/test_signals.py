@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.protocol import EngineStats, Histogram
-from app.serving.scaling import ReplicaSignals
+from app.serving.load import ReplicaSignals
 from app.serving.signals import SignalMeter
 
 
