@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from app.config import RouterSettings
 from app.errors import UnavailableError
-from app.serving.routing import PoolLimits, PoolName, choose_pool, choose_version, predicted_cost_tokens
+from app.serving.routing import (
+    OutputEstimate,
+    PoolLimits,
+    PoolLoad,
+    PoolName,
+    PrefixDirectory,
+    ReplicaLoad,
+    bucket_of,
+    choose_pool,
+    choose_replica,
+    choose_version,
+    predicted_cost_tokens,
+    prefix_keys,
+)
 
 SETTINGS = RouterSettings(short_max_cost_tokens=100, expected_output_tokens=20)
 LIMITS: dict[PoolName, PoolLimits] = {
@@ -64,3 +79,146 @@ def test_weight_zero_takes_nothing() -> None:
         choose_version(["a"], {"a": 0.0}, 0.0)
     with pytest.raises(UnavailableError):
         choose_version(["a"], {"other": 1.0}, 0.5)
+
+
+# ---- estimates and spill ----
+
+ROOMY: dict[PoolName, PoolLoad] = {
+    "short": PoolLoad(num_replicas=2, running_seqs=3, prefill_tokens_per_s=1000.0),
+    "long": PoolLoad(1),
+}
+QUEUEING = PoolLoad(num_replicas=2, running_seqs=9, waiting_seqs=4, prefill_tokens_per_s=1000.0)
+
+
+def test_an_estimate_follows_what_is_seen() -> None:
+    estimate = OutputEstimate(256.0)
+    for _ in range(300):
+        estimate = estimate.observe(40)
+    assert estimate.mean_tokens == pytest.approx(40, abs=1)
+
+
+def test_a_buckets_estimate_replaces_the_configured_one() -> None:
+    assert bucket_of(100, SETTINGS) == "short" and bucket_of(101, SETTINGS) == "long"
+    assert choose_pool(90, None, LIMITS, SETTINGS) == "long"
+    assert choose_pool(90, None, LIMITS, SETTINGS, expected_output_tokens=9.6) == "short"
+    assert choose_pool(90, 5, LIMITS, SETTINGS, expected_output_tokens=500) == "short"
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "pool"),
+    [
+        (QUEUEING, PoolLoad(num_replicas=1), "long"),
+        (QUEUEING, PoolLoad(num_replicas=1, running_seqs=1), "short"),
+        (QUEUEING, PoolLoad(num_replicas=1, waiting_seqs=1), "short"),
+        (QUEUEING, PoolLoad(num_replicas=0), "short"),
+        (PoolLoad(num_replicas=0), PoolLoad(num_replicas=1), "long"),
+        (ROOMY["short"], PoolLoad(num_replicas=1), "short"),
+    ],
+)
+def test_a_short_request_spills_only_into_an_idle_long_pool(short: PoolLoad, long: PoolLoad, pool: str) -> None:
+    assert choose_pool(10, 5, LIMITS, SETTINGS, loads={"short": short, "long": long}) == pool
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "loads", "pool"),
+    [
+        (101, 5, {"short": ROOMY["short"], "long": QUEUEING}, "short"),
+        (101, 5, {"short": QUEUEING, "long": QUEUEING}, "long"),  # nobody may wait for it there
+        (101, 5, ROOMY, "long"),  # the long pool has room
+        (101, 20, {"short": ROOMY["short"], "long": QUEUEING}, "long"),  # beyond the short pool's context
+        (101, None, {"short": ROOMY["short"], "long": QUEUEING}, "long"),  # might run on to the end of it
+        (101, 5, {"short": PoolLoad(num_replicas=2), "long": QUEUEING}, "long"),  # speed unknown
+        (101, 5, {"short": PoolLoad(2, prefill_tokens_per_s=100.0), "long": QUEUEING}, "long"),  # 1 s: too long
+        (101, 5, {"short": PoolLoad(num_replicas=0), "long": QUEUEING}, "long"),
+    ],
+)
+def test_a_long_request_spills_only_inside_the_short_pools_limits_and_the_fairness_bound(
+    prompt: int, max_tokens: int | None, loads: dict[PoolName, PoolLoad], pool: str
+) -> None:
+    assert choose_pool(prompt, max_tokens, LIMITS, SETTINGS, loads=loads) == pool
+
+
+# ---- replicas ----
+
+
+def picks(replicas: list[ReplicaLoad], **more: Any) -> Counter[str]:
+    chance = random.Random(1).random
+    return Counter(choose_replica(replicas, chance(), other_chance=chance(), **more) for _ in range(600))
+
+
+def test_equals_share_by_chance_and_the_busy_one_gets_nothing() -> None:
+    replicas = [ReplicaLoad("a"), ReplicaLoad("b"), ReplicaLoad("c", running_seqs=5)]
+    found = picks(replicas)
+    assert set(found) == {"a", "b"}
+    assert min(found.values()) > 240
+
+
+def test_waiting_prompt_tokens_and_what_was_just_sent_count() -> None:
+    assert set(picks([ReplicaLoad("a", waiting_prefill_tokens=50_000), ReplicaLoad("b", running_seqs=4)])) == {"b"}
+    assert set(picks([ReplicaLoad("a", sent_seqs=3), ReplicaLoad("b", running_seqs=1)])) == {"b"}
+
+
+def test_a_full_cache_is_avoided_while_another_replica_has_room() -> None:
+    full = ReplicaLoad("full", kv_usage=0.99)
+    assert set(picks([full, ReplicaLoad("b", running_seqs=30, kv_usage=0.5)])) == {"b"}
+    assert set(picks([full])) == {"full"}
+
+
+def test_stale_figures_degrade_to_the_better_of_two_drawn_by_chance() -> None:
+    replicas = [ReplicaLoad(name, running_seqs=load, age_s=60.0) for name, load in (("a", 0), ("b", 5), ("c", 9))]
+    found = picks(replicas)
+    assert found["a"] > found["b"] > 100
+    assert found["c"] == 0
+    assert set(picks(replicas[:1])) == {"a"}
+
+
+def test_the_holder_of_the_prefix_is_kept_until_it_is_far_busier_than_the_others() -> None:
+    others = [ReplicaLoad("b", running_seqs=4), ReplicaLoad("c", running_seqs=4)]
+    assert set(picks([ReplicaLoad("a", running_seqs=6), *others], preferred=("a",))) == {"a"}
+    assert set(picks([ReplicaLoad("a", running_seqs=20), *others], preferred=("a",))) == {"b", "c"}
+    assert "gone" not in picks(others, preferred=("gone",))
+
+
+def test_no_replica() -> None:
+    with pytest.raises(UnavailableError):
+        choose_replica([], 0.5)
+
+
+def test_a_burst_with_one_prefix_spreads_evenly_enough_and_mostly_hits() -> None:
+    sent = Counter({"a": 0, "b": 0, "c": 0})
+    directory, keys, chance, num_hits = PrefixDirectory(), prefix_keys(range(512)), random.Random(2), 0
+    for _ in range(64):
+        loads = [ReplicaLoad(name, sent_seqs=count) for name, count in sent.items()]
+        holders = directory.find(keys)
+        name = choose_replica(loads, chance.random(), holders, other_chance=chance.random())
+        num_hits += name in holders
+        directory.record(keys, name)
+        sent[name] += 1
+    assert max(sent.values()) <= 1.5 * 64 / 3
+    assert num_hits >= 32
+
+
+def test_a_conversations_turns_share_their_prefixes() -> None:
+    first, second = list(range(300)), list(range(700))
+    assert len(prefix_keys(first)) == 3 and len(prefix_keys(second)) == 4
+    assert prefix_keys(second)[:3] == prefix_keys(first)
+    assert not set(prefix_keys(first)) & set(prefix_keys(first, cache_salt="other"))
+    assert prefix_keys(range(63)) == []
+    directory = PrefixDirectory()
+    directory.record(prefix_keys(first), "a")
+    assert directory.find(prefix_keys(second)) == ("a",)
+    directory.record(prefix_keys(second), "b")
+    assert directory.find(prefix_keys(second)) == ("b",)
+    assert directory.find(prefix_keys(first)) == ("b", "a")
+    assert directory.find(prefix_keys([*range(64), *range(900, 1200)])) == ("b", "a")
+    assert directory.find(prefix_keys(range(5, 700))) == ()
+
+
+def test_the_directory_forgets_what_was_used_longest_ago() -> None:
+    directory = PrefixDirectory(max_keys=3)
+    directory.record([b"1", b"2"], "a")
+    directory.record([b"3"], "a")
+    directory.record([b"1"], "b")
+    directory.record([b"4"], "a")
+    assert directory.find([b"2"]) == ()
+    assert directory.find([b"1"]) == ("b", "a")
