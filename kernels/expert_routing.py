@@ -16,7 +16,7 @@ GroupScore = Literal["max", "top2_sum"]
 
 def route_experts_reference(
     logits: torch.Tensor, bias: torch.Tensor | None, *, top_k: int, num_groups: int, top_groups: int,
-    scoring: Scoring, group_score: GroupScore, normalize: bool, scale: float,
+    scoring: Scoring, group_score: GroupScore, normalize: bool, scale: float, num_shared: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The definition. On CPU it is the serving path too, so every step keeps a row's bits whatever runs beside it."""
     if scoring == "softmax":
@@ -34,7 +34,13 @@ def route_experts_reference(
     weights = scores.gather(1, ids)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids.int(), weights * scale if scale != 1.0 else weights
+    ids, weights = ids.int(), weights * scale if scale != 1.0 else weights
+    if num_shared == 0:
+        return ids, weights
+    num_tokens, num_experts = logits.shape
+    shared = torch.arange(num_experts, num_experts + num_shared, dtype=torch.int32, device=logits.device)
+    ids = torch.cat([ids, shared.expand(num_tokens, -1)], dim=1)
+    return ids, torch.nn.functional.pad(weights, (0, num_shared), value=1.0)
 
 
 def _top(values: torch.Tensor, k: int) -> torch.Tensor:
@@ -46,7 +52,7 @@ def _top(values: torch.Tensor, k: int) -> torch.Tensor:
 def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, scale,
     E: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    K: tl.constexpr, SHARED: tl.constexpr, BLOCK_K: tl.constexpr, TOP_GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr, SOFTMAX: tl.constexpr, TOP2_SUM: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """One token per program; its experts as a [groups, group size] tile, both padded to powers of two."""
@@ -93,13 +99,16 @@ def _route_kernel(
         flat_choice = tl.where(chosen, -float("inf"), flat_choice)
     if NORMALIZE:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
-    tl.store(ids_ptr + row * K + slot, ids, mask=slot < K)
-    tl.store(weights_ptr + row * K + slot, weights * scale, mask=slot < K)
+    ids = tl.where(slot < K, ids, E + slot - K)
+    weights = tl.where(slot < K, weights * scale, 1.0)
+    tl.store(ids_ptr + row * (K + SHARED) + slot, ids, mask=slot < K + SHARED)
+    tl.store(weights_ptr + row * (K + SHARED) + slot, weights, mask=slot < K + SHARED)
 
 
 def route_experts(
     logits: torch.Tensor, bias: torch.Tensor | None, *, top_k: int, num_groups: int, top_groups: int,
-    scoring: Scoring, group_score: GroupScore, normalize: bool, scale: float, backend: Backend | None = None,
+    scoring: Scoring, group_score: GroupScore, normalize: bool, scale: float, num_shared: int = 0,
+    backend: Backend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Choose top_k experts per token on score + bias; weigh them by the score alone.
 
@@ -111,7 +120,8 @@ def route_experts(
         logits:     [N, E] fp32, contiguous, finite
         bias:       [E] fp32, or None
         num_groups: divides E; 1 means no groups, and top_groups is ignored
-    Returns: ids [N, top_k] int32, best choice first, and weights [N, top_k] fp32.
+        num_shared: experts E, E + 1, ... that every token passes with weight 1, named after the chosen ones
+    Returns: ids [N, top_k + num_shared] int32, best choice first, and weights [N, top_k + num_shared] fp32.
         Ties go to the lower group and the lower expert id. A row does not depend on the others.
     Raises:  ValueError on shape, dtype, or a top_k that the kept groups cannot fill
     Accuracy: ids exact up to rounding of s; weights 1e-6 relative
@@ -138,17 +148,17 @@ def route_experts(
     if not use_triton(logits, backend):
         return route_experts_reference(
             logits, bias, top_k=top_k, num_groups=num_groups, top_groups=top_groups,
-            scoring=scoring, group_score=group_score, normalize=normalize, scale=scale,
+            scoring=scoring, group_score=group_score, normalize=normalize, scale=scale, num_shared=num_shared,
         )  # fmt: skip
-    num_tokens = logits.shape[0]
-    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    num_tokens, num_chosen = logits.shape[0], top_k + num_shared
+    ids = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
     if num_tokens:
         _route_kernel[(num_tokens,)](
             logits, bias, ids, weights, scale,
             E=num_experts, G=num_groups, S=group_size,
             BLOCK_G=triton.next_power_of_2(num_groups), BLOCK_S=triton.next_power_of_2(group_size),
-            K=top_k, BLOCK_K=triton.next_power_of_2(top_k), TOP_GROUPS=top_groups,
+            K=top_k, SHARED=num_shared, BLOCK_K=triton.next_power_of_2(num_chosen), TOP_GROUPS=top_groups,
             HAS_BIAS=bias is not None, SOFTMAX=scoring == "softmax", TOP2_SUM=group_score == "top2_sum",
             NORMALIZE=normalize, num_warps=1,
         )  # fmt: skip

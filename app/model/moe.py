@@ -1,4 +1,8 @@
-"""Mixture of experts: the router's choice, the routed experts, and the shared expert every token passes."""
+"""Mixture of experts: the router's choice and the experts, the shared ones among them.
+
+A shared expert of S times an expert's width is S more experts that every token passes with weight 1: their parts of
+the gated product add up to it, and one grouped product serves all of them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from app.model.config import MoeConfig
-from app.model.layers import GatedMlp, Linear
+from app.model.layers import Linear
 from kernels.checks import Backend, use_triton
 from kernels.expert_routing import route_experts
 from kernels.fused_experts import fused_experts
@@ -18,9 +22,8 @@ class MoeWeights:
     config: MoeConfig
     router: Linear  # D -> E, fp32
     bias: torch.Tensor | None  # [E] fp32, added to the scores for the choice only
-    gate_up: torch.Tensor  # [E, 2I, D]: gate rows, then up rows; on CPU each matrix is stored transposed
-    down: torch.Tensor  # [E, D, I], likewise
-    shared: GatedMlp | None
+    gate_up: torch.Tensor  # [E + S, 2I, D]: gate rows, then up rows; on CPU each matrix is stored transposed
+    down: torch.Tensor  # [E + S, D, I], likewise
 
 
 class MixtureOfExperts:
@@ -31,7 +34,7 @@ class MixtureOfExperts:
             self._gate_up, self._down = weights.gate_up.contiguous(), weights.down.contiguous()
 
     def forward(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """[N, D] -> [N, D]; rows from `num_tokens` on are padding and meet no routed expert.
+        """[N, D] -> [N, D]; rows from `num_tokens` on are padding and meet no expert.
 
         The router is fp32 whatever the model's dtype: a rounding error there changes which experts run.
         """
@@ -46,9 +49,9 @@ class MixtureOfExperts:
             group_score=config.group_score,
             normalize=config.normalize,
             scale=config.scale,
+            num_shared=config.num_shared_experts,
             backend=self._backend,
         )
         if num_tokens < x.shape[0]:
             ids[num_tokens:].fill_(-1)
-        out = fused_experts(x, self._gate_up, self._down, ids, expert_weights, backend=self._backend)
-        return out if weights.shared is None else out.add_(weights.shared.forward(x))
+        return fused_experts(x, self._gate_up, self._down, ids, expert_weights, backend=self._backend)

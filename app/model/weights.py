@@ -153,8 +153,8 @@ class _Assembler:
 
     def _moe(self, prefix: str, moe: MoeConfig) -> MoeWeights:
         hidden, width = self._config.hidden_size, moe.intermediate_size
-        gate_up = self._expert_stack(moe.num_experts, 2 * width, hidden)
-        down = self._expert_stack(moe.num_experts, hidden, width)
+        gate_up = self._expert_stack(moe.num_experts + moe.num_shared_experts, 2 * width, hidden)
+        down = self._expert_stack(moe.num_experts + moe.num_shared_experts, hidden, width)
         for expert in range(moe.num_experts):
             name = f"{prefix}experts.{expert}."
             self._source.fill(name + "gate_proj.weight", gate_up[expert, :width])
@@ -166,10 +166,19 @@ class _Assembler:
         if moe.has_bias:
             bias = torch.empty(moe.num_experts, dtype=torch.float32, device=self._device)
             self._source.fill(prefix + "gate.e_score_correction_bias", bias)
-        shared = None
         if moe.num_shared_experts:
-            shared = self._mlp(prefix + "shared_experts.", moe.num_shared_experts * width)
-        return MoeWeights(moe, Linear(router), bias, gate_up, down, shared)
+            self._split_shared(prefix + "shared_experts.", gate_up[moe.num_experts :], down[moe.num_experts :])
+        return MoeWeights(moe, Linear(router), bias, gate_up, down)
+
+    def _split_shared(self, prefix: str, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """Cut the shared expert along its width: gate_up [S, 2I, D] and down [S, D, I] get a part of it each."""
+        count, hidden, width = down.shape
+        gate = self._tensor(prefix + "gate_proj.weight", count * width, hidden)
+        up = self._tensor(prefix + "up_proj.weight", count * width, hidden)
+        gate_up[:, :width].copy_(gate.view(count, width, hidden))
+        gate_up[:, width:].copy_(up.view(count, width, hidden))
+        whole = self._tensor(prefix + "down_proj.weight", hidden, count * width)
+        down.copy_(whole.view(hidden, count, width).transpose(0, 1))
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -136,3 +136,18 @@ def test_row_does_not_depend_on_the_others(scoring: Scoring, target: Target) -> 
 def test_impossible_choices_are_refused(router: Router, message: str, target: Target) -> None:
     with pytest.raises(ValueError, match=message):
         route(router, target.place(torch.zeros(2, 6)), None, target)
+
+
+@pytest.mark.parametrize("router", ROUTERS[1:4], ids=lambda router: router.name)
+def test_shared_experts_follow_the_chosen_ones_with_weight_one(router: Router, target: Target) -> None:
+    logits, bias = inputs_of(router, 5, target)
+    ids, weights = route(router, logits, bias, target)
+    with_shared = route_experts(
+        logits, bias, top_k=router.top_k, num_groups=router.num_groups, top_groups=router.top_groups,
+        scoring=router.scoring, group_score=router.group_score, normalize=router.normalize, scale=router.scale,
+        num_shared=3, backend=target.backend,
+    )  # fmt: skip
+    shared_ids = [router.num_experts + index for index in range(3)]
+    assert with_shared[0].tolist() == [[*row, *shared_ids] for row in ids.tolist()]
+    assert_bitwise_equal(with_shared[1][:, : router.top_k].contiguous(), weights)
+    assert with_shared[1][:, router.top_k :].tolist() == [[1.0] * 3] * 5

@@ -21,6 +21,7 @@ from app.model.inputs import ModelInput
 from app.model.layers import Linear
 from kernels.blocks import gather_blocks
 from kernels.checks import Backend
+from kernels.head_projection import project_heads
 from kernels.mla_decode import mla_decode, plan_mla_decode
 from kernels.mla_prefill import mla_prefill
 from kernels.mla_rope_cache import mla_rope_cache
@@ -156,13 +157,12 @@ class MlaAttention:
 
     def _attend_absorbed(self, q: torch.Tensor, rows: AbsorbedRows, cache: torch.Tensor) -> torch.Tensor:
         """[N, H, dn + dr] -> [N, H, dv]; padding rows give 0."""
-        nope, rope = q.split([self._nope_dim, self._rope_dim], dim=-1)
-        latent_q = torch.cat([torch.bmm(nope.transpose(0, 1), self._k_b).transpose(0, 1), rope], dim=-1)
+        latent_q = project_heads(q, self._k_b, tail=self._rope_dim, backend=self._backend)
         latents = mla_decode(
             latent_q, cache, rows.block_tables, rows.context_lens, self._scale, self._rank,
             query_starts=rows.query_starts, plan=rows.plan, backend=self._backend,
         )  # fmt: skip
-        return torch.bmm(latents.transpose(0, 1), self._v_b).transpose(0, 1)
+        return project_heads(latents, self._v_b, backend=self._backend)
 
     def _attend_expanded(self, q: torch.Tensor, rows: ExpandedRows, cache: torch.Tensor) -> torch.Tensor:
         """[N, H, dn + dr] -> [N, H, dv]; padding rows give 0."""

@@ -1,0 +1,84 @@
+"""A matrix of its own for every head: how absorbed MLA maps queries into latent space and results out of it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import Backend, check_dtype, check_last_dim_contiguous, check_shape, use_triton
+
+_BLOCK_N, _BLOCK_M = 16, 64
+
+
+def project_heads_reference(x: torch.Tensor, weight: torch.Tensor, *, tail: int = 0) -> torch.Tensor:
+    """The definition, in fp32; rounded once to x's dtype."""
+    width = weight.shape[1]
+    projected = torch.einsum("nhk,hkm->nhm", x[..., :width].float(), weight.float()).to(x.dtype)
+    return torch.cat([projected, x[..., width : width + tail]], dim=-1)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _project_kernel(
+    x_ptr, weight_ptr, out_ptr, num_rows,
+    x_row_stride, x_head_stride, w_head_stride, w_in_stride, w_out_stride,
+    H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile [BLOCK_N rows, BLOCK_M outputs] of one head; the first column of tiles also copies the tail."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    head = tl.program_id(1)
+    column = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row, is_column = row < num_rows, column < M
+    x_rows = x_ptr + row.to(tl.int64) * x_row_stride + head * x_head_stride
+    out_rows = out_ptr + (row.to(tl.int64) * H + head) * (M + TAIL)
+    weights = weight_ptr + head.to(tl.int64) * w_head_stride + column[None, :] * w_out_stride
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_rows[:, None] + k[None, :], mask=is_row[:, None] & (k[None, :] < K), other=0.0)
+        w = tl.load(weights + k[:, None] * w_in_stride, mask=(k[:, None] < K) & is_column[None, :], other=0.0)
+        total = tl.dot(x, w, total, input_precision=PRECISION)
+    mask = is_row[:, None] & is_column[None, :]
+    tl.store(out_rows[:, None] + column[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+    if TAIL > 0 and tl.program_id(2) == 0:
+        place = tl.arange(0, BLOCK_TAIL)
+        mask = is_row[:, None] & (place[None, :] < TAIL)
+        kept = tl.load(x_rows[:, None] + K + place[None, :], mask=mask, other=0.0)
+        tl.store(out_rows[:, None] + M + place[None, :], kept, mask=mask)
+
+
+def project_heads(
+    x: torch.Tensor, weight: torch.Tensor, *, tail: int = 0, backend: Backend | None = None
+) -> torch.Tensor:
+    """Multiply each head's vector by that head's matrix and append the vector's last values unchanged.
+
+        out[n,h] = [ x[n,h,:K] @ weight[h] | x[n,h,K:K+tail] ]
+
+    Args:
+        x:      [N, H, K + tail] fp32, bf16 or fp16; rows and heads may be strided
+        weight: [H, K, M] in x's dtype, any strides
+    Returns: [N, H, M + tail] in x's dtype, contiguous, freshly allocated; fp32 accumulation.
+        On CPU in fp32 a row's bits do not depend on the others if N is a multiple of ROW_TILE.
+    Raises:  ValueError on shape, dtype or stride
+    Source:  absorption of W_UK and W_UV, DeepSeek-V2 section 2.1.2, https://arxiv.org/abs/2405.04434
+    """
+    check_shape("weight", weight, (None, None, None))
+    num_heads, width, out_width = weight.shape
+    check_shape("x", x, (None, num_heads, width + tail))
+    check_last_dim_contiguous("x", x)
+    check_dtype("weight", weight, x.dtype)
+    if not use_triton(x, backend):
+        projected = torch.bmm(x[..., :width].transpose(0, 1), weight).transpose(0, 1)
+        return torch.cat([projected, x[..., width:]], dim=-1) if tail else projected.contiguous()
+    out = torch.empty(x.shape[0], num_heads, out_width + tail, dtype=x.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return out
+    grid = (triton.cdiv(x.shape[0], _BLOCK_N), num_heads, triton.cdiv(out_width, _BLOCK_M))
+    _project_kernel[grid](
+        x, weight, out, x.shape[0], x.stride(0), x.stride(1), *weight.stride(),
+        H=num_heads, K=width, M=out_width, TAIL=tail, BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)),
+        BLOCK_N=_BLOCK_N, BLOCK_K=min(max(triton.next_power_of_2(width), 16), 128), BLOCK_M=_BLOCK_M,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4,
+    )  # fmt: skip
+    return out
