@@ -82,34 +82,21 @@ class PoolsPolicy:
     ) -> tuple[dict[DeploymentID, int], dict[DeploymentID, dict[str, Any]]]:
         targets = {key: context.target_num_replicas for key, context in contexts.items()}
         try:
-            targets |= self._decide(contexts)
+            now = self._clock()
+            demand = self._read_monitor(contexts, now)
+            if self._config is not None:
+                pools = {one.deployment_name: key for key, one in contexts.items()}
+                pools = {name: key for name, key in pools.items() if name in self._config.pools}
+                signals = {name: _signals(contexts[key], demand, name) for name, key in pools.items()}
+                bounded = {name: _bounded(self._config.pools[name], contexts[key]) for name, key in pools.items()}
+                decision = decide(signals, self._state, replace(self._config, pools=bounded), now)
+                self._state = decision.state
+                targets |= {key: decision.targets[name] for name, key in pools.items()}
+                self._explain(decision, signals, next(iter(contexts.values())).app_name or "", now)
         except Exception:
             if self._is_due("", LOG_INTERVAL_S):
-                logger.exception("scaling failed; all targets stay as they are")
+                logger.exception("scaling failed; targets not decided yet stay as they are")
         return targets, {key: {} for key in contexts}
-
-    def _decide(self, contexts: Mapping[DeploymentID, AutoscalingContext]) -> dict[DeploymentID, int]:
-        now = self._clock()
-        demand = self._read_monitor(contexts, now)
-        if self._config is None:
-            return {}
-        pools = {context.deployment_name: key for key, context in contexts.items()}
-        pools = {name: key for name, key in pools.items() if name in self._config.pools}
-        bounded = {name: _bounded(self._config.pools[name], contexts[key]) for name, key in pools.items()}
-        config = replace(self._config, pools=bounded)
-        signals = {
-            name: PoolSignals(
-                target=contexts[key].target_num_replicas,
-                num_running=contexts[key].current_num_replicas,
-                reports=_reports(contexts[key]),
-                demand=None if demand is None else demand.get(name, Demand()),
-            )
-            for name, key in pools.items()
-        }
-        decision = decide(signals, self._state, config, now)
-        self._state = decision.state
-        self._explain(decision, signals, next(iter(contexts.values())).app_name or "", now)
-        return {key: decision.targets[name] for name, key in pools.items()}
 
     def _read_monitor(
         self, contexts: Mapping[DeploymentID, AutoscalingContext], now: float
@@ -171,6 +158,15 @@ def _latest(context: AutoscalingContext) -> dict[str, tuple[float, dict[str, flo
                 stamp, values = found.get(replica.unique_id, (-math.inf, {}))
                 found[replica.unique_id] = max(stamp, series[-1].timestamp), {**values, name: series[-1].value}
     return found
+
+
+def _signals(context: AutoscalingContext, demand: Mapping[str, Demand] | None, name: str) -> PoolSignals:
+    return PoolSignals(
+        target=context.target_num_replicas,
+        num_running=context.current_num_replicas,
+        reports=_reports(context),
+        demand=None if demand is None else demand.get(name, Demand()),
+    )
 
 
 def _reports(context: AutoscalingContext) -> dict[str, Report]:

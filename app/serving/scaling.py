@@ -156,7 +156,7 @@ def decide(
 
 
 def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_after_s: float, now: float) -> _Assessment:
-    state = _track_starting(_track_reports(state, pool, now), pool, config, now)
+    state = _track(state, pool, config, now)
     current = _clip(pool.target, config)
     fresh = [report.signals for key, report in pool.reports.items() if now - state.seen[key][1] < stale_after_s]
     values: dict[str, float] = {"target": pool.target, "running": pool.num_running, "reporting": len(fresh)}
@@ -207,7 +207,7 @@ def _strained(state: PoolState, load: Load, num_running: int, config: PoolScalin
         if last is not None and last.replicas == num_running:
             new = Strain(num_running, max(last.prefill, new.prefill), max(last.decode, new.decode), now)
         last = new
-    return replace(state, strain=last)
+    return state if last is state.strain else replace(state, strain=last)
 
 
 def _tried_in_vain(strain: Strain | None, load: Load) -> int:
@@ -234,26 +234,27 @@ def _claim(
     )
 
 
-def _track_reports(state: PoolState, pool: PoolSignals, now: float) -> PoolState:
+def _track(state: PoolState, pool: PoolSignals, config: PoolScaling, now: float) -> PoolState:
+    """Notice when reports change hands, and replicas that do not come up: a start or a higher target restarts that
+    clock.
+    """
     seen = {}
     for key, report in pool.reports.items():
         last = state.seen.get(key)
         seen[key] = last if last is not None and last[0] == report.stamp else (report.stamp, now)
-    return replace(state, seen=seen)
-
-
-def _track_starting(state: PoolState, pool: PoolSignals, config: PoolScaling, now: float) -> PoolState:
-    """Notice replicas that do not come up; a start or a higher target restarts the clock."""
     since = state.starting_since_s
     if pool.target <= pool.num_running:
         since = None
     elif since is None or pool.num_running > state.num_running or pool.target > state.target:
         since = now
-    blocked = state.blocked_until_s
-    if since is not None and now - since >= config.start_timeout_s:
-        blocked = now + config.retry_s
+    is_overdue = since is not None and now - since >= config.start_timeout_s
     return replace(
-        state, starting_since_s=since, blocked_until_s=blocked, num_running=pool.num_running, target=pool.target
+        state,
+        seen=seen,
+        starting_since_s=since,
+        blocked_until_s=now + config.retry_s if is_overdue else state.blocked_until_s,
+        num_running=pool.num_running,
+        target=pool.target,
     )
 
 

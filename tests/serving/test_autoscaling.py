@@ -174,12 +174,25 @@ def test_every_change_is_explained(caplog: pytest.LogCaptureFixture) -> None:
         for second in range(3):
             cluster.report_all(float(second), short=BUSY)
             cluster.decide(1.0)
+    assert all(record.levelno == logging.INFO for record in caplog.records)
     lines: list[dict[str, Any]] = [json.loads(record.getMessage()) for record in caplog.records]
     change = next(line for line in lines if line["pool"] == "short" and line["granted"] > 1)
     assert change["event"] == "scaling" and change["app"] == "pools"
     assert change["wanted"] == change["granted"]
     assert change["values"]["waiting_seqs"] == 100
     assert any("queue" in reason for reason in change["reasons"])
+
+
+def test_a_decision_stands_even_if_it_cannot_be_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no metrics agent")
+
+    cluster = Cluster()
+    monkeypatch.setattr(PoolsPolicy, "_publish", fail)
+    for second in range(3):
+        cluster.report_all(float(second), short=BUSY)
+        cluster.decide(1.0)
+    assert cluster.targets["short"] > 1
 
 
 def test_serve_accepts_it() -> None:
