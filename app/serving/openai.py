@@ -130,9 +130,6 @@ def generate_requests(
     name = "messages" if api.is_chat else "prompt"
     if not prompt_ids:
         raise InvalidRequestError(f"{name}: must not be empty", param=name)
-    check_token_ids(prompt_ids, vocab_size, name)
-    check_token_ids(api.sampling.stop_token_ids, vocab_size, "stop_token_ids")
-    check_token_ids(api.sampling.logit_bias, vocab_size, "logit_bias")
     room = max_model_len - len(prompt_ids)
     max_tokens = room if api.max_tokens is None else api.max_tokens
     if room < 1 or max_tokens > room:
@@ -142,6 +139,9 @@ def generate_requests(
             f" {max(max_tokens, 1)} are asked for",
             param=param,
         )
+    check_token_ids(prompt_ids, vocab_size, name)
+    check_token_ids(api.sampling.stop_token_ids, vocab_size, "stop_token_ids")
+    check_token_ids(api.sampling.logit_bias, vocab_size, "logit_bias")
     sampling = replace(api.sampling, max_tokens=max_tokens)
     return tuple(
         GenerateRequest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -75,7 +76,7 @@ def report(replica_id: str) -> ReplicaReport:
 
 def test_monitor_drops_stale_reports_and_keeps_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(monitor_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monitor = Monitor()
     monitor.report(report("r1"))
     clock[0] += 6.0
