@@ -20,7 +20,7 @@ from kernels.fused_experts import fused_experts
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     config: MoeConfig
-    router: Linear  # D -> E, fp32
+    router: torch.Tensor  # [E, D] fp32
     bias: torch.Tensor | None  # [E] fp32, added to the scores for the choice only
     gate_up: torch.Tensor  # [E + S, 2I, D]: gate rows, then up rows; on CPU each matrix is stored transposed
     down: torch.Tensor  # [E + S, D, I], likewise
@@ -29,6 +29,12 @@ class MoeWeights:
 class MixtureOfExperts:
     def __init__(self, weights: MoeWeights, backend: Backend | None) -> None:
         self._weights, self._backend = weights, backend
+        self._router = Linear(weights.router)
+        # Products of bf16 numbers are exact in fp32: where the router's weights are bf16 numbers, as published ones
+        # are, the tensor cores give its fp32 logits without a conversion.
+        narrow = weights.router.to(torch.bfloat16)
+        is_exact = weights.router.is_cuda and torch.equal(narrow.float(), weights.router)
+        self._narrow_router = narrow.t() if is_exact else None
         self._gate_up, self._down = weights.gate_up, weights.down
         if use_triton(weights.gate_up, backend):
             self._gate_up, self._down = weights.gate_up.contiguous(), weights.down.contiguous()
@@ -40,7 +46,7 @@ class MixtureOfExperts:
         """
         weights, config = self._weights, self._weights.config
         ids, expert_weights = route_experts(
-            weights.router.forward(x.float()),
+            self._router_logits(x),
             weights.bias,
             top_k=config.top_k,
             num_groups=config.num_groups,
@@ -55,3 +61,8 @@ class MixtureOfExperts:
         if num_tokens < x.shape[0]:
             ids[num_tokens:].fill_(-1)
         return fused_experts(x, self._gate_up, self._down, ids, expert_weights, backend=self._backend)
+
+    def _router_logits(self, x: torch.Tensor) -> torch.Tensor:
+        if self._narrow_router is not None and x.dtype == torch.bfloat16:
+            return torch.mm(x, self._narrow_router, out_dtype=torch.float32)
+        return self._router.forward(x.float())

@@ -65,7 +65,7 @@ def load_weights(
 
 def random_weights(config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device | str) -> ModelWeights:
     """Weights drawn from N(0, 0.02), norms of 1: the shapes and the speed of a checkpoint without its files."""
-    return _Assembler(config, _RandomSource(seed, device), dtype, device).model()
+    return _Assembler(config, _RandomSource(seed, dtype, device), dtype, device).model()
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
@@ -77,14 +77,18 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
 
 
 class _RandomSource:
-    def __init__(self, seed: int, device: torch.device | str) -> None:
+    """Every number is one of `dtype`, as if it came from a checkpoint of that dtype."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._dtype = dtype
         self._generator = torch.Generator(device=device).manual_seed(seed)
 
     def fill(self, name: str, destination: torch.Tensor) -> None:
         if name.endswith("norm.weight"):
             destination.fill_(1.0)
         else:
-            destination.normal_(0.0, RANDOM_STD, generator=self._generator)
+            drawn = torch.empty(destination.shape, dtype=self._dtype, device=destination.device)
+            destination.copy_(drawn.normal_(0.0, RANDOM_STD, generator=self._generator))
 
 
 class _Assembler:
@@ -168,7 +172,7 @@ class _Assembler:
             self._source.fill(prefix + "gate.e_score_correction_bias", bias)
         if moe.num_shared_experts:
             self._split_shared(prefix + "shared_experts.", gate_up[moe.num_experts :], down[moe.num_experts :])
-        return MoeWeights(moe, Linear(router), bias, gate_up, down)
+        return MoeWeights(moe, router, bias, gate_up, down)
 
     def _split_shared(self, prefix: str, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         """Cut the shared expert along its width: gate_up [S, 2I, D] and down [S, D, I] get a part of it each."""
