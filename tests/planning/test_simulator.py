@@ -105,7 +105,7 @@ def test_no_traffic_leaves_the_minimum_and_the_pool_comes_back_without_a_loss(le
     both = [traffic(pool, constant(1.2), 600, seed=3) for pool in POOLS]
     back = [dataclasses.replace(one, arrival_s=one.arrival_s + 1500) for one in merge(*both)]
     pools: dict[PoolName, dict[str, Any]] = {pool: {"min_replicas": least, "down_window_s": 120.0} for pool in POOLS}
-    result = simulate(merge(*both, back), scenario(pools=pools, extra_s=900))
+    result = simulate(merge(*both, back), scenario(pools=pools, extra_s=900, tick_s=2.0))
     check(result, 8)
     for pool in POOLS:
         quiet = next(sample for sample in result.timeline if sample.time_s >= 1490)
@@ -118,7 +118,7 @@ def test_no_traffic_leaves_the_minimum_and_the_pool_comes_back_without_a_loss(le
 def test_an_outage_of_the_metrics_holds_whatever_the_traffic_does(after: float) -> None:
     outage = (600.0, 1500.0)
     trace = traffic("short", step(1.5, after, at_s=620), 1500, seed=4)
-    result = simulate(trace, scenario(initial=2, outages=(outage,), extra_s=600))
+    result = simulate(trace, scenario(initial=2, outages=(outage,), extra_s=600, tick_s=2.0))
     # Figures are trusted until they are stale.
     held = {s.pools["short"].target for s in result.timeline if outage[0] + 12 <= s.time_s < outage[1]}
     assert len(held) == 1
@@ -146,7 +146,7 @@ def test_alternating_bursts_move_the_shared_budget() -> None:
 
 def test_a_replica_without_a_node_gives_its_share_to_the_other_pool() -> None:
     pools: dict[PoolName, dict[str, Any]] = {"long": {"replica_cost": 4.0, "start_timeout_s": 200.0}}
-    given = scenario(budget=12, pools=pools, extra_s=300)
+    given = scenario(budget=12, pools=pools, extra_s=300, tick_s=2.0)
     given = dataclasses.replace(given, nodes_hold=8.0)  # the second long replica finds no node while shorts grow
     trace = merge(traffic("long", constant(1.6), 1500, seed=7), traffic("short", step(0.5, 3.2, 600), 1500, seed=8))
     result = simulate(trace, given)
@@ -212,7 +212,7 @@ def check_random(seed: int) -> None:
     duration_s, budget = 600.0, 8
     trace, turns = random_traffic(seed, duration_s)
     pools: dict[PoolName, dict[str, Any]] = {pool: {"down_window_s": 120.0} for pool in POOLS}
-    result = simulate(trace, scenario(budget=budget, pools=pools, extra_s=500, seed=seed, tick_s=2.0))
+    result = simulate(trace, scenario(budget=budget, pools=pools, extra_s=300, seed=seed, tick_s=2.0))
     check(result, budget)
     for pool in POOLS:
         # One turn at the traffic's end, and one that a chance clump of long requests may cause and undo.
