@@ -41,11 +41,11 @@ def _project_kernel(
         total = tl.dot(x, w, total, input_precision=PRECISION)
     mask = is_row[:, None] & is_column[None, :]
     tl.store(out_rows[:, None] + column[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
-    if TAIL > 0 and tl.program_id(2) == 0:
+    if TAIL > 0:
         place = tl.arange(0, BLOCK_TAIL)
-        mask = is_row[:, None] & (place[None, :] < TAIL)
-        kept = tl.load(x_rows[:, None] + K + place[None, :], mask=mask, other=0.0)
-        tl.store(out_rows[:, None] + M + place[None, :], kept, mask=mask)
+        is_copied = is_row[:, None] & (place[None, :] < TAIL) & (tl.program_id(2) == 0)
+        kept = tl.load(x_rows[:, None] + K + place[None, :], mask=is_copied, other=0.0)
+        tl.store(out_rows[:, None] + M + place[None, :], kept, mask=is_copied)
 
 
 def project_heads(

@@ -85,7 +85,9 @@ def random_engine(model_config: ModelConfig, config: EngineConfig) -> Engine:
 def measure(engine: Engine, batch: int, context: int, *, decode_steps: int = 32) -> Rate:
     """Fill `batch` distinct prompts of `context` tokens, then decode them together."""
     rng = random.Random(batch * 1_000_003 + context)
-    sampling = SamplingParams(max_tokens=decode_steps + 8, temperature=0.0, ignore_eos=True)
+    # The first prompts decode while the last ones are computed: all of them must still run when the clock starts.
+    prefill_steps = batch * -(-context // engine.limits.max_chunk_tokens)
+    sampling = SamplingParams(max_tokens=prefill_steps + decode_steps + 8, temperature=0.0, ignore_eos=True)
     for index in range(batch):
         prompt = tuple(rng.randrange(1000, engine.limits.vocab_size) for _ in range(context))
         engine.add(GenerateRequest(f"rate-{index}", prompt, sampling))
@@ -95,8 +97,8 @@ def measure(engine: Engine, batch: int, context: int, *, decode_steps: int = 32)
         seen |= {chunk.request_id for chunk in engine.step()}
     prefill_s = time.perf_counter() - start
     steps = [_timed_step(engine) for _ in range(decode_steps + 4)][4:]
-    while engine.has_work:
-        engine.step()
+    for index in range(batch):
+        engine.abort(f"rate-{index}")
     engine.reset()
     return Rate(
         batch, context, batch * context / prefill_s, 1e3 * statistics.median(steps), 1e3 * _percentile(steps, 90)
