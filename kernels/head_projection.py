@@ -43,7 +43,8 @@ def _project_kernel(
     tl.store(out_rows[:, None] + column[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
     if TAIL > 0:
         place = tl.arange(0, BLOCK_TAIL)
-        is_copied = is_row[:, None] & (place[None, :] < TAIL) & (tl.program_id(2) == 0)
+        # Nothing is left of the tail for the tiles after the first.
+        is_copied = is_row[:, None] & (tl.program_id(2) * TAIL + place[None, :] < TAIL)
         kept = tl.load(x_rows[:, None] + K + place[None, :], mask=is_copied, other=0.0)
         tl.store(out_rows[:, None] + M + place[None, :], kept, mask=is_copied)
 
