@@ -39,7 +39,13 @@ def router(args: dict[str, Any]) -> Application:
 def pools(args: dict[str, Any]) -> Application:
     """Raises ConfigError that names the field."""
     config = load_config(PoolsConfig, args)
-    monitor = serve.deployment(name="monitor", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000)
+    monitor = serve.deployment(
+        name="monitor",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=1000,
+        # It is called several times a second for as long as the application runs.
+        logging_config={"enable_access_log": False},
+    )
     return monitor(Monitor).bind(_pool("short", config, config.short), _pool("long", config, config.long))
 
 
