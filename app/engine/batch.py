@@ -19,18 +19,25 @@ from kernels.checks import padded_rows
 class Batch:
     """Sequences with one new token come first: they share the decode kernels.
 
+    block_ids: each sequence's blocks as they were when the step was scheduled. A sequence that is aborted while the
+        step is being prepared loses its blocks; the step must still write where it was told to.
     previous_rows: set if the step is launched before the one ahead of it is committed. Each sequence's input is then
     the token that the earlier step samples in that row, still on the device, and lies one position further on.
     """
 
     sequences: tuple[Sequence, ...]
     num_new_tokens: tuple[int, ...]
+    block_ids: tuple[list[int], ...]
     previous_rows: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, scheduled: Seq[tuple[Sequence, int]]) -> Batch:
         ordered = sorted(scheduled, key=lambda pair: pair[1] > 1)
-        return cls(tuple(seq for seq, _ in ordered), tuple(count for _, count in ordered))
+        return cls(
+            tuple(seq for seq, _ in ordered),
+            tuple(count for _, count in ordered),
+            tuple(seq.block_ids for seq, _ in ordered),
+        )
 
     @property
     def num_decodes(self) -> int:
@@ -38,13 +45,10 @@ class Batch:
 
     def split(self) -> tuple[Batch, Batch]:
         """The decodes and the rest, as two batches."""
-        first = self.num_decodes
-        decodes = Batch(self.sequences[:first], self.num_new_tokens[:first], self.previous_rows)
-        return decodes, Batch(self.sequences[first:], self.num_new_tokens[first:])
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.num_new_tokens)
+        at = self.num_decodes
+        sequences, counts, block_ids = self.sequences, self.num_new_tokens, self.block_ids
+        decodes = Batch(sequences[:at], counts[:at], block_ids[:at], self.previous_rows)
+        return decodes, Batch(sequences[at:], counts[at:], block_ids[at:])
 
     @property
     def num_ahead(self) -> int:
@@ -74,12 +78,13 @@ def to_model_input(batch: Batch, block_size: int, device: torch.device) -> Model
     positions = np.zeros(num_tokens, dtype=np.int64)
     slots = np.full(num_tokens, -1, dtype=np.int64)
     context_lens = np.empty(len(counts), dtype=np.int32)
-    tables = np.zeros((len(counts), max(len(seq.block_ids) for seq in batch.sequences)), dtype=np.int32)
+    tables = np.zeros((len(counts), max(len(ids) for ids in batch.block_ids)), dtype=np.int32)
     for row, seq in enumerate(batch.sequences):
         first = seq.num_computed_tokens + batch.num_ahead
         end = first + batch.num_new_tokens[row]
         rows = slice(starts[row], starts[row + 1])
-        tables[row, : len(seq.block_ids)] = seq.block_ids
+        block_ids = batch.block_ids[row]
+        tables[row, : len(block_ids)] = block_ids
         context_lens[row] = end
         token_ids[rows] = seq.token_ids[first:end] if batch.previous_rows is None else batch.previous_rows[row]
         span = np.arange(first, end)

@@ -50,7 +50,7 @@ class DecodeGraphs:
     def capture_all(self) -> None:
         """Capture every size, the largest first, so that the smaller ones share its memory."""
         for size in reversed(self._sizes):
-            self._fill(Batch((), ()), size)
+            self._fill(Batch((), (), ()), size)
             self._capture(size)
 
     def forward(self, batch: Batch, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,8 +82,8 @@ class DecodeGraphs:
         else:
             token_ids[:count] = batch.previous_rows
         positions[:count] = first
-        for row, seq in enumerate(batch.sequences):
-            tables[row, : len(seq.block_ids)] = seq.block_ids
+        for row, block_ids in enumerate(batch.block_ids):
+            tables[row, : len(block_ids)] = block_ids
         blocks = tables[np.arange(count), positions[:count] // self._block_size]
         slots[:count] = blocks.astype(np.int64) * self._block_size + positions[:count] % self._block_size
         context_lens[:count] = positions[:count] + 1

@@ -137,7 +137,8 @@ class Scheduler:
             return None
         for seq, count in zip(sequences, missing, strict=True):
             seq.block_ids += self.pool.allocate(count)
-        return Batch(tuple(sequences), (1,) * len(sequences), tuple(rows))
+        block_ids = tuple(seq.block_ids for seq in sequences)
+        return Batch(tuple(sequences), (1,) * len(sequences), block_ids, tuple(rows))
 
     def _reserve(self, seq: Sequence, scheduled: dict[str, tuple[Sequence, int]]) -> bool:
         """Give `seq` blocks for all its tokens, preempting younger sequences; False if it had to give way itself."""

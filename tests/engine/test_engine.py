@@ -253,6 +253,22 @@ def test_a_refused_request_changes_nothing(started: Engine, request_: GenerateRe
     assert len(tokens_of(asyncio.run(collect(started, greedy("good", prompt_of(3), 2))))) == 2
 
 
+def test_an_abort_while_a_step_is_being_prepared_harms_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens_of(run(engine, [greedy("y", prompt_of(20), 12)])["y"])
+    forward, calls = engine._runner.forward, [0]
+
+    def aborting(*args: object) -> object:
+        calls[0] += 1
+        if calls[0] == 3:
+            engine.abort("x")
+        return forward(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine._runner, "forward", aborting)
+    chunks = run(engine, [greedy("y", prompt_of(20), 12), greedy("x", prompt_of(30, 5), 12)])
+    assert tokens_of(chunks["y"]) == expected
+    assert len(tokens_of(chunks["x"])) == 2
+
+
 def test_failing_steps_end_their_streams_and_then_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(cache_blocks=8)
     engine.start()
