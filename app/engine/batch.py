@@ -56,6 +56,10 @@ class Batch:
         return 0 if self.previous_rows is None else 1
 
     @property
+    def num_tokens(self) -> int:
+        return sum(self.num_new_tokens)
+
+    @property
     def samples(self) -> list[int]:
         """Rows whose sequence is fully computed after this step, so that it samples a token."""
         return [
