@@ -10,7 +10,7 @@ Backend = Literal["torch", "triton"]
 
 # On CPU a GEMM's row keeps its bits whatever rows run beside it only if the row count is a multiple of the
 # library's row tile: with 1 to 3 rows MKL takes other code paths. Everything that feeds a GEMM is padded to this.
-ROW_TILE = 8
+ROW_TILE = 4
 
 
 def padded_rows(num_rows: int) -> int:
@@ -28,11 +28,16 @@ def use_triton(tensor: torch.Tensor, backend: Backend | None) -> bool:
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
     """Raise ValueError unless `tensor` has this shape; None matches any size."""
-    actual = tuple(tensor.shape)
-    matches = len(actual) == len(shape) and all(want in (None, got) for want, got in zip(shape, actual, strict=True))
+    actual = tensor.shape
+    matches = len(actual) == len(shape)
+    if matches:
+        for want, got in zip(shape, actual, strict=True):
+            if want is not None and want != got:
+                matches = False
+                break
     if not matches:
-        wanted = ", ".join("*" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name}: expected shape [{wanted}], got {list(actual)}")
+        text = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: expected shape [{text}], got {list(actual)}")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:

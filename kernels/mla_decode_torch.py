@@ -215,6 +215,6 @@ def _sum_tree(partial: torch.Tensor) -> torch.Tensor:
     """
     while partial.shape[0] > 1:
         num_pairs = partial.shape[0] // 2
-        partial[0 : 2 * num_pairs : 2] += partial[1::2]
+        partial[0 : 2 * num_pairs : 2].add_(partial[1::2])
         partial = partial[::2]
     return partial[0]

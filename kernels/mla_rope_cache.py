@@ -46,12 +46,12 @@ def mla_rope_cache_reference(
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """x [N, H, P] rotated by angles [N, 1, P], in fp32. Each step rounds exactly, so a row's bits never vary."""
+    if not interleaved:
+        return rotate_reference(x, angles, interleaved=False)
     half = x.shape[-1] // 2
-    rows = x.float()
-    if interleaved and rows.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in rows.stride()[:-1]):
-        turn = torch.complex(angles[..., :half], angles[..., half:])
-        return torch.view_as_real(torch.view_as_complex(rows.unflatten(-1, (half, 2))) * turn).flatten(-2)
-    return rotate_reference(rows, angles, interleaved=interleaved)
+    turns = torch.complex(angles[..., :half], angles[..., half:])
+    pairs = torch.view_as_complex(x.unflatten(-1, (half, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2)
 
 
 def _torch_rope_cache(
@@ -61,9 +61,11 @@ def _torch_rope_cache(
     rank, rope_dim = norm_weight.shape[0], cos_sin.shape[1]
     angles = cos_sin.index_select(0, positions)[:, None]
     rope = q[..., -rope_dim:]
-    rope.copy_(_rotated(rope, angles, interleaved))
+    # The shared key turns like one more head.
+    rotated = _rotated(torch.cat([rope, kv[:, None, rank:]], 1).float(), angles, interleaved)
+    rope.copy_(rotated[:, :-1])
     latent = torch.nn.functional.rms_norm(kv[:, :rank].float(), (rank,), norm_weight.float(), eps)
-    entries = torch.cat([latent, _rotated(kv[:, None, rank:], angles, interleaved)[:, 0]], 1).to(cache.dtype)
+    entries = torch.cat([latent, rotated[:, -1]], 1).to(cache.dtype)
     if slots.numel() and int(slots.min()) < 0:
         rows = (slots >= 0).nonzero().squeeze(1)
         slots, entries = slots[rows], entries[rows]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from app.model.config import ModelConfig, RopeConfig, YarnConfig
 
-_MIN_PACKED_ELEMENTS = 2**17
+_MIN_PACKED_ELEMENTS = 2**16
 
 
 class Linear:

@@ -15,6 +15,7 @@ from app.model.layers import Linear
 from kernels.checks import Backend, use_triton
 from kernels.expert_routing import route_experts
 from kernels.fused_experts import fused_experts
+from kernels.packed_experts import PackedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,8 @@ class MoeWeights:
     config: MoeConfig
     router: torch.Tensor  # [E, D] fp32
     bias: torch.Tensor | None  # [E] fp32, added to the scores for the choice only
-    gate_up: torch.Tensor  # [E + S, 2I, D]: gate rows, then up rows; on CPU each matrix is stored transposed
-    down: torch.Tensor  # [E + S, D, I], likewise
+    gate_up: torch.Tensor  # [E + S, 2I, D]: gate rows, then up rows
+    down: torch.Tensor  # [E + S, D, I]
 
 
 class MixtureOfExperts:
@@ -36,8 +37,9 @@ class MixtureOfExperts:
         is_exact = weights.router.is_cuda and torch.equal(narrow.float(), weights.router)
         self._narrow_router = narrow.t() if is_exact else None
         self._gate_up, self._down = weights.gate_up, weights.down
-        if use_triton(weights.gate_up, backend):
-            self._gate_up, self._down = weights.gate_up.contiguous(), weights.down.contiguous()
+        self._packed = None
+        if not use_triton(weights.gate_up, backend) and PackedExperts.can_pack(weights.gate_up):
+            self._packed = PackedExperts(weights.gate_up, weights.down)
 
     def forward(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """[N, D] -> [N, D]; rows from `num_tokens` on are padding and meet no expert.
@@ -60,6 +62,8 @@ class MixtureOfExperts:
         )
         if num_tokens < x.shape[0]:
             ids[num_tokens:].fill_(-1)
+        if self._packed is not None:
+            return self._packed.forward(x, ids, expert_weights)
         return fused_experts(x, self._gate_up, self._down, ids, expert_weights, backend=self._backend)
 
     def _router_logits(self, x: torch.Tensor) -> torch.Tensor:

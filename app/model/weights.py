@@ -157,8 +157,8 @@ class _Assembler:
 
     def _moe(self, prefix: str, moe: MoeConfig) -> MoeWeights:
         hidden, width = self._config.hidden_size, moe.intermediate_size
-        gate_up = self._expert_stack(moe.num_experts + moe.num_shared_experts, 2 * width, hidden)
-        down = self._expert_stack(moe.num_experts + moe.num_shared_experts, hidden, width)
+        gate_up = self._empty(moe.num_experts + moe.num_shared_experts, 2 * width, hidden)
+        down = self._empty(moe.num_experts + moe.num_shared_experts, hidden, width)
         for expert in range(moe.num_experts):
             name = f"{prefix}experts.{expert}."
             self._source.fill(name + "gate_proj.weight", gate_up[expert, :width])
@@ -191,12 +191,6 @@ class _Assembler:
         tensor = self._empty(*shape)
         self._source.fill(name, tensor)
         return tensor
-
-    def _expert_stack(self, num_experts: int, rows: int, columns: int) -> torch.Tensor:
-        """[num_experts, rows, columns]; the CPU's matrix library streams transposed matrices faster."""
-        if torch.device(self._device).type == "cpu":
-            return self._empty(num_experts, columns, rows).mT
-        return self._empty(num_experts, rows, columns)
 
     def _linear(self, rows: dict[str, int], columns: int, bias: torch.Tensor | None = None) -> Linear:
         """Projections of the same input, one above the other, given as name -> number of rows."""

@@ -7,6 +7,7 @@ from app.engine.batch import Batch, to_model_input
 from app.engine.graphs import batch_sizes
 from app.engine.sequence import Sequence
 from app.protocol import GenerateRequest, SamplingParams
+from kernels.checks import ROW_TILE
 
 
 def sequence(num_prompt: int, num_computed: int, block_ids: list[int]) -> Sequence:
@@ -33,7 +34,7 @@ def test_the_arrays_of_a_mixed_batch() -> None:
     assert batch.samples == [0], "the prefill has three tokens left after this step"
 
 
-@pytest.mark.parametrize(("num_tokens", "rows"), [(1, 8), (7, 8), (8, 8), (9, 16)])
+@pytest.mark.parametrize(("num_tokens", "rows"), [(1, ROW_TILE), (ROW_TILE, ROW_TILE), (ROW_TILE + 1, 2 * ROW_TILE)])
 def test_rows_are_padded_to_the_row_tile(num_tokens: int, rows: int) -> None:
     batch = Batch.of([(sequence(num_tokens, 0, [0, 1, 2]), num_tokens)])
     inputs = to_model_input(batch, block_size=4, device=torch.device("cpu"))
