@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import native
 from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, use_triton
 
 Scoring = Literal["softmax", "sigmoid"]
@@ -18,7 +19,7 @@ def route_experts_reference(
     logits: torch.Tensor, bias: torch.Tensor | None, *, top_k: int, num_groups: int, top_groups: int,
     scoring: Scoring, group_score: GroupScore, normalize: bool, scale: float, num_shared: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The definition. On CPU it is the serving path too, so every step keeps a row's bits whatever runs beside it."""
+    """The definition."""
     if scoring == "softmax":
         scores = logits.softmax(-1)
     else:
@@ -46,6 +47,23 @@ def route_experts_reference(
 def _top(values: torch.Tensor, k: int) -> torch.Tensor:
     """Indices of the k largest of each row, best first; of equal values the lower index first (topk: either)."""
     return torch.sort(values, dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def _cpu_route(
+    logits: torch.Tensor, bias: torch.Tensor | None, *, top_k: int, num_groups: int, top_groups: int,
+    scoring: Scoring, group_score: GroupScore, normalize: bool, scale: float, num_shared: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    num_tokens, num_experts = logits.shape
+    ids = torch.empty(num_tokens, top_k + num_shared, dtype=torch.int32)
+    weights = torch.ones(num_tokens, top_k + num_shared)
+    if num_shared:
+        ids[:, top_k:] = torch.arange(num_experts, num_experts + num_shared, dtype=torch.int32)
+    bias = logits.new_zeros(num_experts) if bias is None else bias
+    native.route(
+        logits.numpy(), bias.numpy(), scoring == "softmax", num_groups, top_groups, group_score == "top2_sum",
+        normalize, scale, top_k, ids.numpy(), weights.numpy(),
+    )  # fmt: skip
+    return ids, weights
 
 
 @triton.jit
@@ -146,7 +164,7 @@ def route_experts(
     if not 1 <= top_k <= selectable:
         raise ValueError(f"top_k: must be between 1 and the {selectable} selectable experts, got {top_k}")
     if not use_triton(logits, backend):
-        return route_experts_reference(
+        return _cpu_route(
             logits, bias, top_k=top_k, num_groups=num_groups, top_groups=top_groups,
             scoring=scoring, group_score=group_score, normalize=normalize, scale=scale, num_shared=num_shared,
         )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import native
 from kernels.checks import Backend, check_dtype, check_last_dim_contiguous, check_shape, use_triton
 
 _BLOCK_N, _BLOCK_M = 16, 64
@@ -70,6 +71,10 @@ def project_heads(
     check_last_dim_contiguous("x", x)
     check_dtype("weight", weight, x.dtype)
     if not use_triton(x, backend):
+        if x.shape[0] <= native.MAX_ROWS and width <= native.MKL_MAX_INNER and native.can_run(x):
+            out = torch.empty(x.shape[0], num_heads, out_width + tail)
+            native.project(x.numpy(), weight.numpy(), out.numpy())
+            return out
         projected = torch.bmm(x[..., :width].transpose(0, 1), weight).transpose(0, 1)
         return torch.cat([projected, x[..., width:]], dim=-1) if tail else projected.contiguous()
     out = torch.empty(x.shape[0], num_heads, out_width + tail, dtype=x.dtype, device=x.device)

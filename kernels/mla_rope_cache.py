@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import native
 from kernels.checks import (
     Backend,
     check_contiguous,
@@ -44,32 +45,22 @@ def mla_rope_cache_reference(
     return q, cache
 
 
-def _rotated(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x [N, H, P] rotated by angles [N, 1, P], in fp32. Each step rounds exactly, so a row's bits never vary."""
-    if not interleaved:
-        return rotate_reference(x, angles, interleaved=False)
-    half = x.shape[-1] // 2
-    turns = torch.complex(angles[..., :half], angles[..., half:])
-    pairs = torch.view_as_complex(x.unflatten(-1, (half, 2)))
-    return torch.view_as_real(pairs * turns).flatten(-2)
-
-
-def _torch_rope_cache(
+def _cpu_rope_cache(
     q: torch.Tensor, kv: torch.Tensor, norm_weight: torch.Tensor, eps: float, cos_sin: torch.Tensor,
     positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, interleaved: bool,
 ) -> None:  # fmt: skip
-    rank, rope_dim = norm_weight.shape[0], cos_sin.shape[1]
-    angles = cos_sin.index_select(0, positions)[:, None]
-    rope = q[..., -rope_dim:]
-    # The shared key turns like one more head.
-    rotated = _rotated(torch.cat([rope, kv[:, None, rank:]], 1).float(), angles, interleaved)
-    rope.copy_(rotated[:, :-1])
-    latent = torch.nn.functional.rms_norm(kv[:, :rank].float(), (rank,), norm_weight.float(), eps)
-    entries = torch.cat([latent, rotated[:, -1]], 1).to(cache.dtype)
-    if slots.numel() and int(slots.min()) < 0:
-        rows = (slots >= 0).nonzero().squeeze(1)
-        slots, entries = slots[rows], entries[rows]
-    cache.view(-1, cache.shape[-1]).index_copy_(0, slots, entries)
+    flat = cache.view(-1, cache.shape[-1])
+    tensors = (q, kv, norm_weight, flat)
+    wide = [tensor if tensor.dtype == torch.float32 else tensor.float() for tensor in tensors]
+    native.rope_and_cache(
+        wide[0].numpy(), wide[1].numpy(), wide[2].numpy(), eps, cos_sin.numpy(), positions.numpy(), slots.numpy(),
+        wide[3].numpy(), interleaved,
+    )  # fmt: skip
+    if wide[0] is not q:
+        q.copy_(wide[0])
+    if wide[3] is not flat:
+        written = slots[slots >= 0]
+        flat[written] = wide[3][written].to(flat.dtype)
 
 
 @triton.jit
@@ -172,7 +163,7 @@ def mla_rope_cache(
     """
     _check(q, kv, norm_weight, cos_sin, positions, slots, cache)
     if not use_triton(q, backend):
-        _torch_rope_cache(q, kv, norm_weight, eps, cos_sin, positions, slots, cache, interleaved)
+        _cpu_rope_cache(q, kv, norm_weight, eps, cos_sin, positions, slots, cache, interleaved)
         return
     num_tokens, num_heads, head_dim = q.shape
     rank, rope_dim = norm_weight.shape[0], cos_sin.shape[1]

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import native
 from kernels.checks import Backend, check_contiguous, check_last_dim_contiguous, check_shape, use_triton
 
 
@@ -66,9 +67,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_contiguous("weight", weight)
 
 
-def _torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _cpu_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dtype == torch.float32 and weight.dtype == torch.float32:
-        return torch.nn.functional.rms_norm(x, (x.shape[1],), weight, eps)
+        out = torch.empty(x.shape)
+        native.norm_rows(x.numpy(), weight.numpy(), eps, out.numpy())
+        return out
     return torch.nn.functional.rms_norm(x.float(), (x.shape[1],), weight.float(), eps).to(x.dtype)
 
 
@@ -89,7 +92,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: Back
     _check(x, weight)
     if use_triton(x, backend):
         return _launch(x, None, weight, eps)
-    return _torch_rms_norm(x, weight, eps)
+    return _cpu_rms_norm(x, weight, eps)
 
 
 def add_rms_norm(
@@ -114,4 +117,4 @@ def add_rms_norm(
     if use_triton(x, backend):
         return _launch(x, residual, weight, eps)
     residual.add_(x)
-    return _torch_rms_norm(residual, weight, eps)
+    return _cpu_rms_norm(residual, weight, eps)

@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from app.model.config import ModelConfig, RopeConfig, YarnConfig
-
-_MIN_PACKED_ELEMENTS = 2**16
+from kernels import native
 
 
 class Linear:
-    """x W^T + b, with the weight kept in the form its device multiplies fastest.
+    """x W^T + b. On CPU in fp32 the weight lies in oneDNN's packed form: with few rows a product is bound by how fast
+    the weight streams in, and a row keeps its bits whatever other rows there are, in whole row tiles."""
 
-    On CPU in fp32 that is oneDNN's packed form for a large weight, and the transpose for a small one, where packing
-    does not pay for oneDNN's 10 us per call: with few rows the product is bound by how fast the weight streams in.
-    Either keeps a row's bits whatever other rows there are, if their number is a multiple of ROW_TILE.
-    """
-
-    __slots__ = ("_bias", "_kind", "_weight")
+    __slots__ = ("_bias", "_is_packed", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight: [out, in]; bias: [out]."""
         self._bias = bias
-        self._kind: Literal["plain", "packed", "transposed"] = "plain"
-        self._weight = weight
-        if weight.device.type == "cpu" and weight.dtype == torch.float32:
-            if weight.numel() >= _MIN_PACKED_ELEMENTS and torch.backends.mkldnn.is_available():
-                self._kind, self._weight = "packed", torch.ops.mkldnn._reorder_linear_weight(weight)
-            else:
-                self._kind, self._weight = "transposed", weight.t().contiguous()
+        self._is_packed = native.can_run(weight)
+        self._weight = native.pack(weight) if self._is_packed else weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in], rows may be strided -> [N, out]."""
-        if self._kind == "packed":
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return y
-        if self._kind == "transposed":
-            return torch.mm(x, self._weight) if self._bias is None else torch.addmm(self._bias, x, self._weight)
+        if self._is_packed:
+            return native.packed_product(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
 
 
@@ -59,11 +45,12 @@ class GatedMlp:
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU of the first half of each row times the second: [N, 2I] -> [N, I]."""
+    if native.can_run(gate_up):
+        out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        native.silu_and_mul(gate_up.numpy(), out.numpy())
+        return out
     gate, up = gate_up.chunk(2, dim=-1)
-    if gate_up.is_cuda:
-        return F.silu(gate).mul_(up)
-    # torch's CPU silu rounds differently in its vector loop and its scalar tail; these steps keep a row's bits.
-    return (gate / torch.exp(-gate).add_(1)).mul_(up)
+    return F.silu(gate).mul_(up)
 
 
 def rope_table(config: ModelConfig, device: torch.device | str) -> torch.Tensor:

@@ -14,8 +14,8 @@ from app.model.config import MoeConfig
 from app.model.layers import Linear
 from kernels.checks import Backend, use_triton
 from kernels.expert_routing import route_experts
+from kernels.experts_cpu import CpuExperts
 from kernels.fused_experts import fused_experts
-from kernels.packed_experts import PackedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class MixtureOfExperts:
         is_exact = weights.router.is_cuda and torch.equal(narrow.float(), weights.router)
         self._narrow_router = narrow.t() if is_exact else None
         self._gate_up, self._down = weights.gate_up, weights.down
-        self._packed = None
-        if not use_triton(weights.gate_up, backend) and PackedExperts.can_pack(weights.gate_up):
-            self._packed = PackedExperts(weights.gate_up, weights.down)
+        self._on_cpu = None
+        if not use_triton(weights.gate_up, backend) and CpuExperts.can_hold(weights.gate_up):
+            self._on_cpu = CpuExperts(weights.gate_up, weights.down)
 
     def forward(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """[N, D] -> [N, D]; rows from `num_tokens` on are padding and meet no expert.
@@ -62,8 +62,8 @@ class MixtureOfExperts:
         )
         if num_tokens < x.shape[0]:
             ids[num_tokens:].fill_(-1)
-        if self._packed is not None:
-            return self._packed.forward(x, ids, expert_weights)
+        if self._on_cpu is not None:
+            return self._on_cpu.forward(x, ids, expert_weights)
         return fused_experts(x, self._gate_up, self._down, ids, expert_weights, backend=self._backend)
 
     def _router_logits(self, x: torch.Tensor) -> torch.Tensor:

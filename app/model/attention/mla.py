@@ -133,6 +133,8 @@ class MlaAttention:
         per_head = weights.kv_b.view(self._num_heads, self._nope_dim + config.v_head_dim, self._rank)
         self._k_b = per_head[:, : self._nope_dim]  # [H, dn, R]
         self._v_b = per_head[:, self._nope_dim :].mT  # [H, R, dv]
+        if not self._v_b.is_cuda:  # read row by row there
+            self._k_b, self._v_b = self._k_b.contiguous(), self._v_b.contiguous()
 
     def forward(self, x: torch.Tensor, step: AttentionStep, cache: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, D]; writes the step's latents to `cache` [num_blocks, block_size, R + dr] first."""

@@ -1,12 +1,13 @@
-"""PackedExperts against fused_experts' reference, and bitwise against itself in other batches."""
+"""CpuExperts against fused_experts' reference, and bitwise against itself in other batches."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from kernels.experts_cpu import CpuExperts
 from kernels.fused_experts import fused_experts_reference
-from kernels.packed_experts import MAX_TOKENS_OF_ALL, PackedExperts
+from kernels.native import MAX_ROWS
 from tests.kernels.cases import assert_bitwise_equal, assert_close, generator
 
 RELATIVE_TOLERANCE = 2e-6  # fp32 sums in another order
@@ -28,12 +29,12 @@ def tokens_of(
     return torch.randn(num_tokens, dim, generator=random), ids, torch.rand(num_tokens, top_k, generator=random)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, MAX_TOKENS_OF_ALL, 37])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, MAX_ROWS, 37])
 @pytest.mark.parametrize(("num_experts", "dim", "inter", "top_k"), [(17, 384, 128, 5), (5, 33, 7, 5), (6, 40, 24, 1)])
 def test_matches_the_reference(num_experts: int, dim: int, inter: int, top_k: int, num_tokens: int) -> None:
     gate_up, down = weights_of(num_experts, dim, inter)
     x, ids, weights = tokens_of(num_tokens, dim, num_experts, top_k)
-    out = PackedExperts(gate_up, down).forward(x, ids, weights)
+    out = CpuExperts(gate_up, down).forward(x, ids, weights)
     assert_close(out, fused_experts_reference(x, gate_up, down, ids, weights), RELATIVE_TOLERANCE)
 
 
@@ -42,10 +43,10 @@ def test_pairs_without_an_expert_add_nothing(num_tokens: int) -> None:
     gate_up, down = weights_of(8, 64, 32)
     x, ids, weights = tokens_of(num_tokens, 64, 8, 4)
     ids[1], ids[2, 0] = -1, -1
-    out = PackedExperts(gate_up, down).forward(x, ids, weights)
+    out = CpuExperts(gate_up, down).forward(x, ids, weights)
     assert_close(out, fused_experts_reference(x, gate_up, down, ids, weights), RELATIVE_TOLERANCE)
     assert not out[1].any()
-    assert not PackedExperts(gate_up, down).forward(x, torch.full_like(ids, -1), weights).any()
+    assert not CpuExperts(gate_up, down).forward(x, torch.full_like(ids, -1), weights).any()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -54,7 +55,7 @@ def test_a_tokens_bits_depend_on_nothing_else(dim: int, inter: int, num_threads:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        experts = PackedExperts(*weights_of(17, dim, inter))
+        experts = CpuExperts(*weights_of(17, dim, inter))
         x, ids, weights = tokens_of(64, dim, 17, 5)
         many = experts.forward(x, ids, weights)
         for count in (1, 2, 4, 5, 8, 12, 16, 20, 33):
