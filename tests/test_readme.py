@@ -72,7 +72,9 @@ def test_make_targets_exist(target: str) -> None:
 
 
 def test_make_run_serves_the_file_the_readme_says() -> None:
-    recipe = subprocess.run(["make", "-n", "--no-print-directory", "run"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    recipe = subprocess.run(
+        ["make", "-n", "--no-print-directory", "run"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert recipe.splitlines()[-1].endswith("serve run serve_configs/local.yaml")
 
 

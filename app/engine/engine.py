@@ -77,7 +77,7 @@ class Engine:
         sampled = launched.sample.wait()
         with self._changed:
             self._last_progress_s = time.monotonic()
-            self._scheduler.stats.record_step_time(self._last_progress_s - launched.start_s)
+            self._scheduler.record_step_time(launched.batch, self._last_progress_s - launched.start_s)
             return expired + self._scheduler.commit(launched.batch, sampled.token_ids, sampled.logprobs)
 
     def _launch_next(self) -> _Launched | None:

@@ -132,6 +132,7 @@ def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
         max_batched_tokens=config.max_batched_tokens,
         max_chunk_tokens=min(config.max_chunk_tokens, config.max_batched_tokens),
         max_waiting_seqs=config.max_waiting_seqs,
+        max_step_s=config.max_step_s,
         prefix_caching=config.prefix_caching,
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_token_ids),

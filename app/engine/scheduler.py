@@ -16,6 +16,7 @@ from app.cache.blocks import BlockPool
 from app.cache.layout import CacheLayout
 from app.cache.prefix import extend_keys, root_key
 from app.engine.batch import Batch
+from app.engine.pacing import PrefillPacer
 from app.engine.sampler import needs_host
 from app.engine.sequence import Sequence
 from app.engine.stats import StatsRecorder
@@ -34,6 +35,7 @@ class Limits:
     max_batched_tokens: int
     max_chunk_tokens: int
     max_waiting_seqs: int
+    max_step_s: float
     prefix_caching: bool
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -44,6 +46,7 @@ class Scheduler:
         self.limits = limits
         self.pool = BlockPool(num_blocks)
         self.stats = StatsRecorder()
+        self._pacer = PrefillPacer(limits.max_batched_tokens, limits.max_step_s)
         self._layout = layout
         self._version = version
         self._waiting: list[Sequence] = []  # in order: preempted first, then priority, then arrival
@@ -104,20 +107,39 @@ class Scheduler:
     # ---- schedule ----
 
     def schedule(self) -> Batch | None:
-        """Choose the next step's work and reserve its blocks; None if nothing can run."""
+        """Choose the next step's work and reserve its blocks; None if nothing can run.
+
+        Decodes come first, then prompts: each gets an equal share of the tokens left, the shortest first, so that
+        what it does not need goes to the longer ones. A long prompt can so neither hold up short ones nor be held up.
+        """
         budget = self.limits.max_batched_tokens
         scheduled: dict[str, tuple[Sequence, int]] = {}
         # Oldest first: when blocks run out, the youngest is preempted and the oldest always advances.
-        for seq in sorted(self._running, key=lambda seq: (seq.num_new_tokens > 1, *seq.order)):
-            if seq not in self._running:
-                continue  # preempted for an older one in this very loop
-            count = min(seq.num_new_tokens, self.limits.max_chunk_tokens, budget)
-            if count == 0 or not self._reserve(seq, scheduled):
-                continue
-            scheduled[seq.request_id] = seq, count
-            budget -= count
-        self._admit(scheduled, budget)
+        for seq in sorted((seq for seq in self._running if seq.num_new_tokens == 1), key=lambda seq: seq.order):
+            # It may have been preempted for an older one in this very loop.
+            if budget and seq in self._running and self._reserve(seq, scheduled):
+                scheduled[seq.request_id] = seq, 1
+                budget -= 1
+        prompts = sorted((seq for seq in self._running if seq.num_new_tokens > 1), key=lambda seq: seq.num_new_tokens)
+        is_waited_for = bool(scheduled) or len(prompts) + len(self._waiting) > 1
+        if is_waited_for:
+            budget = min(budget, self._pacer.allowance)
+        has_room = bool(self._waiting) and len(self._running) < self.limits.max_num_seqs
+        for index, seq in enumerate(prompts):
+            share = -(-budget // (len(prompts) - index + has_room))
+            budget -= self._take(seq, share, scheduled)
+        budget = self._admit(scheduled, budget)
+        for seq in prompts:  # what nobody was admitted for
+            budget -= self._take(seq, budget, scheduled)
         return Batch.of(list(scheduled.values())) if scheduled else None
+
+    def _take(self, seq: Sequence, limit: int, scheduled: dict[str, tuple[Sequence, int]]) -> int:
+        """Schedule up to `limit` more tokens of a prompt, whose blocks are reserved already; returns how many."""
+        before = scheduled.get(seq.request_id, (seq, 0))[1]
+        count = min(seq.num_new_tokens, self.limits.max_chunk_tokens, before + limit) - before
+        if count > 0:
+            scheduled[seq.request_id] = seq, before + count
+        return count
 
     def schedule_ahead(self, batch: Batch) -> Batch | None:
         """The step after `batch`, which is running: its decodes again, unless they end or something else must happen.
@@ -160,9 +182,11 @@ class Scheduler:
         self.stats.count_preemption()
         self._wait(seq)
 
-    def _admit(self, scheduled: dict[str, tuple[Sequence, int]], budget: int) -> None:
-        """Move waiting sequences to running while all their tokens can be reserved. Strictly in order, but for
-        one exception: a sequence whose next prefix block is being computed right now waits to share it."""
+    def _admit(self, scheduled: dict[str, tuple[Sequence, int]], budget: int) -> int:
+        """Move waiting sequences to running while all their tokens can be reserved; returns the budget left.
+
+        Strictly in order, but for one exception: a sequence whose next prefix block is being computed right now waits
+        to share it."""
         in_progress = {
             seq.block_keys[seq.num_published_blocks]
             for seq in self._running
@@ -170,19 +194,18 @@ class Scheduler:
         }
         for seq in tuple(self._waiting):
             if budget == 0 or len(self._running) >= self.limits.max_num_seqs:
-                return
+                break
             shared = self._cached_prefix(seq)
             if len(shared) < len(seq.block_keys) and seq.block_keys[len(shared)] in in_progress:
                 continue
             missing = self._layout.num_blocks_of(seq.num_tokens) - len(shared)
             if self._running and missing + self.pool.num_evictable(shared) + self._reserve_blocks > self.pool.num_free:
-                return
+                break
             self._start(seq, shared, missing)
-            count = min(seq.num_new_tokens, self.limits.max_chunk_tokens, budget)
-            scheduled[seq.request_id] = seq, count
-            budget -= count
+            budget -= self._take(seq, budget, scheduled)
             if seq.num_published_blocks < len(seq.block_keys):
                 in_progress.add(seq.block_keys[seq.num_published_blocks])
+        return budget
 
     @property
     def _reserve_blocks(self) -> int:
@@ -225,6 +248,10 @@ class Scheduler:
                 chunks.append(self._append(seq, *sampled[row], now))
         self.stats.count_step()
         return chunks
+
+    def record_step_time(self, batch: Batch, step_s: float) -> None:
+        self.stats.record_step_time(step_s)
+        self._pacer.record(batch.num_tokens - batch.num_decodes, step_s)
 
     def _publish(self, seq: Sequence) -> None:
         if not self.limits.prefix_caching:

@@ -17,10 +17,10 @@ from app.protocol import GenerateRequest, SamplingParams, TokenChunk
 BLOCK = 4
 
 
-def make_scheduler(num_blocks: int = 64, **limits: int | bool) -> Scheduler:
+def make_scheduler(num_blocks: int = 64, **limits: float) -> Scheduler:
     defaults = Limits(
         max_model_len=200, max_num_seqs=8, max_batched_tokens=32, max_chunk_tokens=8, max_waiting_seqs=100,
-        prefix_caching=True, vocab_size=50, eos_token_ids=frozenset({1}),
+        max_step_s=1e9, prefix_caching=True, vocab_size=50, eos_token_ids=frozenset({1}),
     )  # fmt: skip
     layout = CacheLayout(num_layers=1, dim=2, dtype=torch.float32, block_size=BLOCK)
     return Scheduler(replace(defaults, **limits), layout, num_blocks, version="v")  # type: ignore[arg-type]
@@ -72,6 +72,36 @@ def test_the_step_budget_bounds_all_sequences_together() -> None:
     while scheduler.has_work:
         batch, _ = run_step(scheduler)
         assert batch is not None and batch.num_tokens <= 10
+
+
+def test_prompts_share_a_step_and_the_shortest_needs_the_least() -> None:
+    scheduler = make_scheduler(max_batched_tokens=12, max_chunk_tokens=12)
+    scheduler.add(request("long", 40, first=20))
+    assert work_of(run_step(scheduler)[0]) == {"long": 12}, "alone, a prompt has the whole step"
+    scheduler.add(request("short", 5))
+    assert work_of(run_step(scheduler)[0]) == {"long": 7, "short": 5}
+    assert work_of(run_step(scheduler)[0]) == {"short": 1, "long": 11}
+
+
+def test_steps_are_shortened_while_others_wait_for_them() -> None:
+    limits = {"max_batched_tokens": 2000, "max_chunk_tokens": 2000, "max_model_len": 6000}
+    scheduler = make_scheduler(num_blocks=2000, max_step_s=0.1, **limits)
+
+    def timed_step(s_per_token: float) -> dict[str, int]:
+        batch, _ = run_step(scheduler)
+        assert batch is not None
+        scheduler.record_step_time(batch, s_per_token * batch.num_tokens)
+        return work_of(batch)
+
+    scheduler.add(request("talking", 2, max_tokens=100))
+    timed_step(0.001)
+    scheduler.add(request("long", 5900, max_tokens=100))
+    counts = [timed_step(0.001)["long"] for _ in range(6)]
+    assert counts[0] == 1999, "nothing is known yet"
+    assert max(counts[1:]) <= 125 and min(counts[1:]) >= 80, "100 tokens fit a tenth of a second"
+    assert all(count <= 64 for count in [timed_step(0.01)["long"] for _ in range(4)][1:]), "never below the least"
+    scheduler.abort("talking")
+    assert timed_step(0.001)["long"] > 1000, "alone again"
 
 
 def test_finish_reasons() -> None:
