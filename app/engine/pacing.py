@@ -15,6 +15,8 @@ class PrefillPacer:
 
     def record(self, num_prefill_tokens: int, step_s: float) -> None:
         """Account for a step that computed so many prompt tokens in `step_s` seconds, decodes included."""
+        if num_prefill_tokens == 0:
+            return
         if step_s > self._max_step_s:
             fitting = int(num_prefill_tokens * self._max_step_s / step_s)
             self.allowance = min(self.allowance, max(MIN_TOKENS, fitting), self._max_tokens)
