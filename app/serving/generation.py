@@ -89,10 +89,12 @@ class Generation:
         yield last + DONE_EVENT
 
     def _event(self, chunk: TokenChunk, include_usage: bool) -> bytes:
-        choice = self._choices[chunk.request_id].add(chunk)
-        if not chunk.text and chunk.logprobs is None and chunk.finish_reason is None:
+        choice = self._choices[chunk.request_id]
+        is_first = not choice.is_started  # carries the role, or the echoed prompt
+        delta = choice.add(chunk)
+        if not (is_first or chunk.text or chunk.logprobs is not None or chunk.finish_reason is not None):
             return b""  # the detokenizer holds the text back
-        body = self._head.body([choice], streamed=True)
+        body = self._head.body([delta], streamed=True)
         return event({**body, "usage": None} if include_usage else body)
 
     async def _next(self) -> list[TokenChunk] | None:

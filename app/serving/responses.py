@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,10 @@ class ResponseHead:
         }
 
 
+def _utf8_decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
 @dataclass(slots=True)
 class Choice:
     """One choice as it grows: `add` takes each chunk once and returns it as a stream's choice object."""
@@ -50,6 +55,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     has_logprobs: bool = False
     text_offset: int = 0  # of the next token, for completions' logprobs
+    decoder: codecs.IncrementalDecoder = field(default_factory=_utf8_decoder)  # a token may end inside a character
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_prompt_tokens: int = 0
@@ -89,7 +95,7 @@ class Choice:
             choice["message"] = {"role": "assistant", "content": self.text, "refusal": None}
         else:
             choice["text"] = self.text
-        self.text_offset = len(self.echo)
+        self.text_offset, self.decoder = len(self.echo), _utf8_decoder()
         choice["logprobs"] = self._logprobs(self.logprobs) if self.has_logprobs else None
         choice["finish_reason"] = self.finish_reason
         choice["stop_reason"] = self.stop_reason
@@ -105,13 +111,13 @@ class Choice:
                 for item in logprobs
             ]
             return {"content": content, "refusal": None}
-        tokens = [token_string(self.token_bytes(item.token_id)) for item in logprobs]
+        pieces = [self.token_bytes(item.token_id) for item in logprobs]
         offsets = []
-        for token in tokens:
+        for piece in pieces:
             offsets.append(self.text_offset)
-            self.text_offset += len(token)
+            self.text_offset += len(self.decoder.decode(piece))
         return {
-            "tokens": tokens,
+            "tokens": [token_string(piece) for piece in pieces],
             "token_logprobs": [item.logprob for item in logprobs],
             "top_logprobs": [
                 {token_string(self.token_bytes(token_id)): value for token_id, value in item.top} for item in logprobs

@@ -57,6 +57,7 @@ class Router:
                 Route("/v1/chat/completions", self.chat_completions, methods=["POST"], middleware=admission),
                 Route("/v1/completions", self.completions, methods=["POST"], middleware=admission),
                 Route("/v1/models", self.models, methods=["GET"]),
+                Route("/v1/models/{name:path}", self.model, methods=["GET"]),
                 Route("/tokenize", self.tokenize, methods=["POST"], middleware=admission),
                 Route("/detokenize", self.detokenize, methods=["POST"], middleware=admission),
                 Route("/health", self.health, methods=["GET"]),
@@ -90,17 +91,12 @@ class Router:
 
     async def models(self, _request: Request) -> Response:
         by_name = {version.model: version for version in self._versions.values()}
-        data = [
-            {
-                "id": name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "longspan",
-                "max_model_len": version.limits["long"].max_model_len if "long" in version.limits else None,
-            }
-            for name, version in by_name.items()
-        ]
+        data = [_model_entry(name, version) for name, version in by_name.items()]
         return http.JSONBody({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        return http.JSONBody(_model_entry(name, self._choose_version(name)))
 
     async def tokenize(self, request: Request) -> Response:
         model, prompt = openai.parse_tokenize(await self._body(request))
@@ -183,6 +179,17 @@ class Router:
                 echo = prompt if isinstance(prompt, str) else version.tokenizer.decode(ids)
             runs.append(PromptRun(pool, requests, echo))
         return runs
+
+
+def _model_entry(name: str, version: Version) -> dict[str, Any]:
+    long = version.limits.get("long")
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "longspan",
+        "max_model_len": None if long is None else long.max_model_len,
+    }
 
 
 async def _encode(version: Version, prompt: Prompt | Messages) -> list[int]:
