@@ -28,6 +28,7 @@ from app.serving.routing import PoolName
 logger = logging.getLogger("ray.serve")
 
 CHANNEL_RETRY_S = 0.1
+LAST_TOKENS_TIMEOUT_S = 5.0  # after a call has ended, for what its channel still carries
 
 Inbox = asyncio.Queue[list[TokenChunk] | LongspanError]
 
@@ -50,12 +51,13 @@ class PoolClient:
         Closing it aborts them. Raises LongspanError, whatever went wrong below.
         """
         inbox: Inbox = asyncio.Queue()
-        self._inboxes.update((request.request_id, inbox) for request in requests)
-        call = self._generate.remote(tuple(requests), self._router_id)
+        call: Any = None
         watcher: asyncio.Task[None] | None = None
         num_open = len(requests)
         try:
-            async for item in self._own_items(call, inbox):
+            self._inboxes.update((request.request_id, inbox) for request in requests)
+            call = self._call(requests)
+            async for item in self._own_items(call, inbox, num_open):
                 num_open -= _num_finished(item)
                 yield item
             watcher = self._start(self._watch(call, inbox))
@@ -74,10 +76,17 @@ class PoolClient:
             if num_open:
                 if watcher is not None:
                     watcher.cancel()
-                call.cancel()
+                if call is not None:
+                    call.cancel()
 
-    async def _own_items(self, call: Any, inbox: Inbox) -> AsyncGenerator[list[TokenChunk], None]:
-        """What comes by the request's own stream, until it ends or moves to a channel."""
+    def _call(self, requests: Sequence[GenerateRequest]) -> Any:
+        try:
+            return self._generate.remote(tuple(requests), self._router_id)
+        except Exception as error:
+            raise self._translated(error) from None
+
+    async def _own_items(self, call: Any, inbox: Inbox, num_open: int) -> AsyncGenerator[list[TokenChunk], None]:
+        """What comes by the request's own stream, until its `num_open` sequences end or it moves to a channel."""
         try:
             async for item in call:
                 if isinstance(item, LongspanError):
@@ -88,10 +97,13 @@ class PoolClient:
                     self._channels[item.moved_to].add(inbox)
                 else:
                     self._try_to_open_channel()
+                num_open -= _num_finished(item.chunks)
                 if item.chunks:
                     yield list(item.chunks)
                 if item.moved_to is not None:
                     return
+            if num_open:
+                raise UnavailableError("the replica ended the stream early")
         except Exception as error:
             raise self._translated(error) from None
 
@@ -102,9 +114,13 @@ class PoolClient:
                 if isinstance(item, LongspanError):
                     inbox.put_nowait(item)
         except RequestCancelledError:
-            pass  # by us
+            pass  # mostly by us
         except Exception as error:
             inbox.put_nowait(self._translated(error))
+            return
+        # The last tokens may still be on their way by the channel.
+        await asyncio.sleep(LAST_TOKENS_TIMEOUT_S)
+        inbox.put_nowait(UnavailableError("the replica ended the stream early"))
 
     def _try_to_open_channel(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -123,17 +139,20 @@ class PoolClient:
 
     async def _read_channel(self) -> None:
         channel_id = uuid.uuid4().hex
-        call = self._channel.remote(self._router_id, channel_id)
+        call: Any = None
+        # Registered first: a request may move here before the channel's first item has come.
+        self._channels[channel_id] = set()
         try:
+            call = self._channel.remote(self._router_id, channel_id)
             async for chunks in call:
-                self._channels.setdefault(channel_id, set())
                 self._deliver(chunks)
         except Exception as error:
             logger.warning("%s: a stream broke: %s", self._name, type(error).__name__)
         finally:
             for inbox in self._channels.pop(channel_id, ()):
                 inbox.put_nowait(UnavailableError("the stream from the replica broke"))
-            call.cancel()
+            if call is not None:
+                call.cancel()
 
     def _deliver(self, chunks: Sequence[TokenChunk]) -> None:
         by_inbox: dict[Inbox, list[TokenChunk]] = defaultdict(list)

@@ -44,8 +44,11 @@ class Handle:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.arguments: list[tuple[Any, ...]] = []
+        self.failure: Exception | None = None
 
     def remote(self, *arguments: Any) -> Call:
+        if self.failure is not None:
+            raise self.failure
         self.calls.append(Call())
         self.arguments.append(arguments)
         return self.calls[-1]
@@ -132,6 +135,39 @@ async def test_tokens_that_overtake_the_move_keep_their_order(pool: Pool) -> Non
     await settle()
     pool.generate.calls[1].put(StreamItem((chunk("a", "1"),), channel_id), None)
     assert await task == "a:1 a:2"
+
+
+@pytest.mark.asyncio
+async def test_a_move_may_overtake_the_channels_first_item(pool: Pool) -> None:
+    task = asyncio.create_task(read(pool, "a"))
+    await settle()
+    pool.generate.calls[0].put(StreamItem((chunk("a", "1"),)))
+    await settle()
+    pool.generate.calls[0].put(StreamItem((chunk("a", "2"),), pool.channel.arguments[0][1]))
+    await settle()
+    pool.channel.calls[0].put((), (chunk("a", "3", "stop"),))
+    assert await task == "a:1 a:2 a:3"
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.asyncio
+async def test_a_call_that_ends_early_is_a_loss(pool: Pool, monkeypatch: pytest.MonkeyPatch, moved: bool) -> None:
+    monkeypatch.setattr(pool_client, "LAST_TOKENS_TIMEOUT_S", 0.01)
+    _, channel_id = await open_channel(pool)
+    task = asyncio.create_task(read(pool, "a"))
+    await settle()
+    pool.generate.calls[1].put(StreamItem((chunk("a", "1"),), channel_id if moved else None), None)
+    async with asyncio.timeout(5.0):
+        with pytest.raises(UnavailableError):
+            await task
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_cannot_be_made_leaves_nothing_behind(pool: Pool) -> None:
+    pool.generate.failure = BackPressureError(num_queued_requests=1, max_queued_requests=1)
+    with pytest.raises(OverloadedError):
+        await read(pool, "a")
+    assert not pool.client._inboxes
 
 
 @pytest.mark.asyncio
