@@ -43,7 +43,9 @@ class EngineConfig(FrozenModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
     num_threads: PositiveInt | None = None  # torch intra-op threads on CPU
-    max_model_len: PositiveInt | None = None  # prompt + output tokens of one sequence; None: the model's context
+    max_model_len: Annotated[int, Field(ge=2)] | None = (
+        None  # prompt + output tokens of one sequence; None: the model's context
+    )
     max_num_seqs: PositiveInt = 16  # sequences in one step
     max_batched_tokens: PositiveInt = 2048  # tokens in one step
     max_chunk_tokens: PositiveInt = 512  # prompt tokens one sequence computes in one step

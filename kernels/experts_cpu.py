@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from kernels import native
-from kernels.native import Array, compiled
 
 
 class CpuExperts:
@@ -30,7 +28,7 @@ class CpuExperts:
         if x.shape[0] > native.MAX_ROWS:
             return self._many(x, ids, weights)
         out = torch.zeros_like(x)
-        _few(x.numpy(), self._gate_up, self._down, ids.numpy(), weights.numpy(), out.numpy())
+        native.few_experts(x.numpy(), self._gate_up, self._down, ids.numpy(), weights.numpy(), out.numpy())
         return out
 
     def _many(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -50,43 +48,5 @@ class CpuExperts:
             out.copy_(native.packed_product(hidden, self._packed_down[expert]))
         place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0]))  # pair -> row
         total = torch.zeros_like(x)
-        _add_weighted(results.numpy(), place.view(ids.shape).numpy(), weights.numpy(), total.numpy())
+        native.add_weighted(results.numpy(), place.view(ids.shape).numpy(), weights.numpy(), total.numpy())
         return total
-
-
-@compiled
-def _few(x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, out: Array) -> None:
-    """out += the experts' weighted results; each hit expert's weights are read once."""
-    num_tokens, dim = x.shape
-    num_experts, inter = down.shape[0], down.shape[1]
-    top_k = ids.shape[1]
-    results = np.zeros((num_tokens * top_k, dim), np.float32)
-    rows, hidden = np.empty((num_tokens * top_k, dim), np.float32), np.empty((num_tokens * top_k, inter), np.float32)
-    projected, product = np.empty((num_tokens * top_k, 2 * inter), np.float32), np.empty_like(rows)
-    place = np.empty(num_tokens * top_k, np.int64)
-    for expert in range(num_experts):
-        count = 0
-        for n in range(num_tokens):
-            for j in range(top_k):
-                if ids[n, j] == expert:
-                    rows[count] = x[n]
-                    place[count] = n * top_k + j
-                    count += 1
-        if count == 0:
-            continue
-        native.product(rows[:count], gate_up[expert], projected[:count])
-        native.silu_and_mul(projected[:count], hidden[:count])
-        native.product(hidden[:count], down[expert], product[:count])
-        for i in range(count):
-            results[place[i]] = product[i]
-    _add_weighted(results, np.arange(num_tokens * top_k).reshape(num_tokens, top_k), weights, out)
-
-
-@compiled
-def _add_weighted(results: Array, places: Array, weights: Array, out: Array) -> None:
-    """out[n] += sum_j weights[n,j] * results[places[n,j]], in the order of j."""
-    for n in range(out.shape[0]):
-        for j in range(places.shape[1]):
-            weight, row = weights[n, j], results[places[n, j]]
-            for d in range(out.shape[1]):
-                out[n, d] += weight * row[d]

@@ -10,6 +10,12 @@ the same order, so few rows here and many rows there give the same bits; the eng
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +29,27 @@ MAX_ROWS = 16  # of routed tokens or heads; beyond, a blocked matrix product doe
 MAX_INNER = 512  # oneDNN splits longer sums, and the two ways would round differently
 MKL_MAX_INNER = 192  # likewise for MKL
 _f32, _i32 = np.float32, np.int32
-# a * b + c in one rounding, as oneDNN computes it; no other freedom, so that no bit depends on vector widths.
-compiled = njit(fastmath={"contract"}, nogil=True, cache=True, error_model="numpy")
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Machine code of `function`, made at its first call and kept on disk where a folder can be written.
+
+    contract: a * b + c in one rounding, as oneDNN computes it; no other freedom, so that no bit depends on vector
+    widths. All such functions stand in this file: what is kept is renewed only when its own file changes.
+    """
+    settings: dict[str, Any] = {"fastmath": {"contract"}, "nogil": True, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **settings)(function)
+    except RuntimeError:  # neither this folder nor the user's can be written
+        return njit(**settings)(function)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Let one process at a time make and keep machine code: two that start together would mix up their files."""
+    with open(Path(tempfile.gettempdir(), f"longspan-compiling-{os.getuid()}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def can_run(tensor: torch.Tensor) -> bool:
@@ -254,3 +279,41 @@ def project(x: Array, weight: Array, out: Array) -> None:
             row[:out_width] = _f32(0.0)
             add_row_products(x[n, h, :width], weight[h], row[:out_width])
             row[out_width:] = x[n, h, width:]
+
+
+@compiled
+def add_weighted(results: Array, places: Array, weights: Array, out: Array) -> None:
+    """out[n] += sum_j weights[n,j] * results[places[n,j]], in the order of j."""
+    for n in range(out.shape[0]):
+        for j in range(places.shape[1]):
+            weight, row = weights[n, j], results[places[n, j]]
+            for d in range(out.shape[1]):
+                out[n, d] += weight * row[d]
+
+
+@compiled
+def few_experts(x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, out: Array) -> None:
+    """out += the experts' weighted results; each hit expert's weights are read once."""
+    num_tokens, dim = x.shape
+    num_experts, inter = down.shape[0], down.shape[1]
+    top_k = ids.shape[1]
+    results = np.zeros((num_tokens * top_k, dim), _f32)
+    rows, hidden = np.empty((num_tokens * top_k, dim), _f32), np.empty((num_tokens * top_k, inter), _f32)
+    projected, output = np.empty((num_tokens * top_k, 2 * inter), _f32), np.empty_like(rows)
+    place = np.empty(num_tokens * top_k, np.int64)
+    for expert in range(num_experts):
+        count = 0
+        for n in range(num_tokens):
+            for j in range(top_k):
+                if ids[n, j] == expert:
+                    rows[count] = x[n]
+                    place[count] = n * top_k + j
+                    count += 1
+        if count == 0:
+            continue
+        product(rows[:count], gate_up[expert], projected[:count])
+        silu_and_mul(projected[:count], hidden[:count])
+        product(hidden[:count], down[expert], output[:count])
+        for i in range(count):
+            results[place[i]] = output[i]
+    add_weighted(results, np.arange(num_tokens * top_k).reshape(num_tokens, top_k), weights, out)

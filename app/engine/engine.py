@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,7 @@ class Engine:
         self._streams: dict[str, _Stream] = {}
         self._changed = threading.Condition()  # its lock guards the scheduler and the streams
         self._launched: _Launched | None = None
+        self._batch = Batch((), (), ())  # the one launched last
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._fatal: str | None = None
@@ -70,15 +71,22 @@ class Engine:
         """
         with self._changed:
             expired = self._scheduler.expire(time.monotonic())
-        launched, self._launched = self._launched or self._launch_next(), None
+        if expired:
+            return expired  # at once: what follows may fail
+        launched, self._launched = self._launched, None
+        if launched is None or all(seq.is_finished for seq in launched.batch.sequences):
+            launched = self._launch_next()
         if launched is None:
-            return expired
+            return []
         self._launched = self._launch_ahead(launched)
         sampled = launched.sample.wait()
         with self._changed:
+            start_s = max(
+                launched.start_s, self._last_progress_s
+            )  # a step launched ahead began when the one before ended
             self._last_progress_s = time.monotonic()
-            self._scheduler.record_step_time(launched.batch, self._last_progress_s - launched.start_s)
-            return expired + self._scheduler.commit(launched.batch, sampled.token_ids, sampled.logprobs)
+            self._scheduler.record_step_time(launched.batch, self._last_progress_s - start_s)
+            return self._scheduler.commit(launched.batch, sampled.token_ids, sampled.logprobs)
 
     def _launch_next(self) -> _Launched | None:
         with self._changed:
@@ -96,6 +104,7 @@ class Engine:
         return self._launch(batch, launched.sample.token_ids) if batch else None
 
     def _launch(self, batch: Batch, previous_token_ids: torch.Tensor | None = None) -> _Launched:
+        self._batch = batch
         start_s = time.monotonic()
         logits = self._runner.forward(batch, previous_token_ids)
         rows = batch.samples
@@ -118,20 +127,25 @@ class Engine:
                 self._launched = None
                 failures += 1
                 logger.exception("engine step failed (%d in a row)", failures)
-                self._fail_running(f"engine step failed: {type(error).__name__}")
+                self._fail(
+                    [seq.request_id for seq in self._batch.sequences], f"engine step failed: {type(error).__name__}"
+                )
                 if failures == MAX_FAILED_STEPS:
                     self._die(f"{MAX_FAILED_STEPS} engine steps in a row failed, last: {type(error).__name__}: {error}")
                     return
 
-    def _fail_running(self, message: str) -> None:
+    def _fail(self, request_ids: Iterable[str], message: str) -> None:
+        """End these requests with an error, and every stream whose last chunk a failing step may have swallowed."""
         with self._changed:
-            chunks = [self._scheduler.abort(request_id, "error", message) for request_id in self._scheduler.request_ids]
+            chunks = [self._scheduler.abort(request_id, "error", message) for request_id in request_ids]
+            lost = self._streams.keys() - set(self._scheduler.request_ids)
+            chunks += [TokenChunk(request_id, (), finish_reason="error", error=message) for request_id in lost]
         self._deliver([chunk for chunk in chunks if chunk])
 
     def _die(self, message: str) -> None:
         with self._changed:
             self._fatal = message
-        self._fail_running(message)
+        self._fail(self._scheduler.request_ids, message)
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         """Hand chunks to their streams: one wake-up per event loop and step."""
@@ -163,7 +177,7 @@ class Engine:
             self._changed.notify_all()
         if self._thread:
             self._thread.join()
-        self._fail_running("the engine was stopped")
+        self._fail(self._scheduler.request_ids, "the engine was stopped")
 
     def validate(self, request: GenerateRequest) -> None:
         """Raise the error `generate` would end in at once; changes nothing."""

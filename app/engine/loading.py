@@ -7,19 +7,20 @@ import time
 
 import torch
 
-from app.cache.layout import CacheLayout
+from app.cache.layout import LATENT_BLOCK_SIZE, CacheLayout
 from app.config import EngineConfig, ModelSource
 from app.engine.engine import Engine
 from app.engine.graphs import DecodeGraphs
 from app.engine.runner import Runner
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Limits, Scheduler
-from app.errors import ConfigError, PreflightError
+from app.errors import CheckpointError, ConfigError, PreflightError
 from app.model.checkpoint import checkpoint_digest
 from app.model.config import ModelConfig
 from app.model.transformer import Transformer
 from app.model.weights import load_weights
 from app.protocol import GenerateRequest, SamplingParams
+from kernels import native
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 256 * 2**20
@@ -34,6 +35,8 @@ def load_engine(source: ModelSource, config: EngineConfig) -> Engine:
     start = time.monotonic()
     device = _device(config)
     dtype = _dtype(config, device)
+    if device.type == "cuda" and config.kernel_backend == "torch":
+        raise ConfigError("engine.kernel_backend: torch runs on the CPU only", field="engine.kernel_backend")
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     model_config = ModelConfig.from_folder(source.folder)
@@ -82,11 +85,15 @@ def is_batch_invariant(config: EngineConfig, device: torch.device, dtype: torch.
 
 def self_test(engine: Engine, *, must_be_invariant: bool) -> None:
     """Generate two short sequences together and alone. Raises PreflightError if the results cannot be right."""
-    vocab = engine.limits.vocab_size
-    prompts = [tuple((7 * index + start) % vocab for index in range(length)) for start, length in ((3, 21), (5, 66))]
-    prompts = [prompt[: engine.limits.max_model_len - 2] for prompt in prompts]
-    together = _generate(engine, prompts)
-    alone = [tokens for prompt in prompts for tokens in _generate(engine, [prompt])]
+    capacity = min(engine.limits.max_model_len, engine.stats().num_blocks * LATENT_BLOCK_SIZE)
+    num_outputs = min(2, capacity - 1)
+    prompts = [
+        tuple((7 * index + start) % engine.limits.vocab_size for index in range(min(length, capacity - num_outputs)))
+        for start, length in ((3, 21), (5, 66))
+    ]
+    with native.compiling():
+        together = _generate(engine, prompts, num_outputs)
+        alone = [tokens for prompt in prompts for tokens in _generate(engine, [prompt], num_outputs)]
     engine.reset()
     if must_be_invariant and together != alone:
         raise PreflightError(
@@ -95,12 +102,14 @@ def self_test(engine: Engine, *, must_be_invariant: bool) -> None:
         )
 
 
-def _generate(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    for index, prompt in enumerate(prompts):
-        engine.add(GenerateRequest(f"self-test-{index}", prompt, sampling, cache_salt="self-test"))
+def _generate(engine: Engine, prompts: list[tuple[int, ...]], num_outputs: int) -> list[tuple[int, ...]]:
+    sampling = SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True)
     tokens: dict[str, tuple[int, ...]] = {f"self-test-{index}": () for index in range(len(prompts))}
-    while engine.has_work:
+    waiting = list(zip(tokens, prompts, strict=True))
+    while waiting or engine.has_work:
+        if waiting:  # one a step: the queue may have room for one only
+            name, prompt = waiting.pop(0)
+            engine.add(GenerateRequest(name, prompt, sampling, cache_salt="self-test"))
         for chunk in engine.step():
             tokens[chunk.request_id] += chunk.token_ids
     return list(tokens.values())
@@ -126,6 +135,8 @@ def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
             f"engine.max_model_len: {max_model_len} exceeds the model's context of {model.max_position_embeddings}",
             field="engine.max_model_len",
         )
+    if unknown := [token_id for token_id in model.eos_token_ids if token_id >= model.vocab_size]:
+        raise CheckpointError(f"eos_token_id: {unknown[0]} is outside the vocabulary of {model.vocab_size}")
     return Limits(
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -65,9 +65,9 @@ class Sampler:
         floats = torch.tensor(
             [[params.temperature, params.top_p, params.min_p] for params in sampling], dtype=torch.float32
         ).to(logits.device, non_blocking=True)
-        integers = torch.tensor(
-            [[seq.sampling.top_k or 0, seq.seed, seq.num_tokens + num_ahead] for seq in sequences], dtype=torch.int64
-        ).to(logits.device, non_blocking=True)
+        vocab_size = logits.shape[-1]
+        rows = [[min(seq.sampling.top_k or 0, vocab_size), seq.seed, seq.num_tokens + num_ahead] for seq in sequences]
+        integers = torch.tensor(rows, dtype=torch.int64).to(logits.device, non_blocking=True)
         temperatures, top_ps, min_ps = floats.T.contiguous()
         top_ks, seeds, positions = integers.T.contiguous()
         return sample(adjusted, temperatures, top_ks.int(), top_ps, min_ps, seeds, positions, backend=self._backend)

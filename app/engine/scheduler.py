@@ -146,7 +146,8 @@ class Scheduler:
 
         A sequence that ends in `batch` on a stop token is computed once too often; that token is discarded.
         """
-        if len(batch.sequences) != len(self._running) or batch.num_decodes != len(batch.sequences):
+        num_seqs = len(batch.sequences)
+        if not num_seqs == len(self._running) == batch.num_decodes == len(batch.samples):
             return None
         if self._waiting and len(self._running) < self.limits.max_num_seqs:
             return None

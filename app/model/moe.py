@@ -29,27 +29,26 @@ class MoeWeights:
 
 class MixtureOfExperts:
     def __init__(self, weights: MoeWeights, backend: Backend | None) -> None:
-        self._weights, self._backend = weights, backend
+        self._config, self._bias, self._backend = weights.config, weights.bias, backend
         self._router = Linear(weights.router)
         # Products of bf16 numbers are exact in fp32: where the router's weights are bf16 numbers, as published ones
         # are, the tensor cores give its fp32 logits without a conversion.
         narrow = weights.router.to(torch.bfloat16)
         is_exact = weights.router.is_cuda and torch.equal(narrow.float(), weights.router)
         self._narrow_router = narrow.t() if is_exact else None
-        self._gate_up, self._down = weights.gate_up, weights.down
-        self._on_cpu = None
+        self._experts: CpuExperts | tuple[torch.Tensor, torch.Tensor] = weights.gate_up, weights.down
         if not use_triton(weights.gate_up, backend) and CpuExperts.can_hold(weights.gate_up):
-            self._on_cpu = CpuExperts(weights.gate_up, weights.down)
+            self._experts = CpuExperts(weights.gate_up, weights.down)
 
     def forward(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """[N, D] -> [N, D]; rows from `num_tokens` on are padding and meet no expert.
 
         The router is fp32 whatever the model's dtype: a rounding error there changes which experts run.
         """
-        weights, config = self._weights, self._weights.config
+        config = self._config
         ids, expert_weights = route_experts(
             self._router_logits(x),
-            weights.bias,
+            self._bias,
             top_k=config.top_k,
             num_groups=config.num_groups,
             top_groups=config.top_groups,
@@ -62,9 +61,9 @@ class MixtureOfExperts:
         )
         if num_tokens < x.shape[0]:
             ids[num_tokens:].fill_(-1)
-        if self._on_cpu is not None:
-            return self._on_cpu.forward(x, ids, expert_weights)
-        return fused_experts(x, self._gate_up, self._down, ids, expert_weights, backend=self._backend)
+        if isinstance(self._experts, CpuExperts):
+            return self._experts.forward(x, ids, expert_weights)
+        return fused_experts(x, *self._experts, ids, expert_weights, backend=self._backend)
 
     def _router_logits(self, x: torch.Tensor) -> torch.Tensor:
         if self._narrow_router is not None and x.dtype == torch.bfloat16:

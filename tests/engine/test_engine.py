@@ -11,7 +11,7 @@ from app.config import EngineConfig, ModelSource
 from app.engine.batch import Batch
 from app.engine.engine import Engine
 from app.engine.loading import load_engine
-from app.errors import ContextLengthError, EngineError, InvalidRequestError, UnavailableError
+from app.errors import ContextLengthError, DeadlineExceededError, EngineError, InvalidRequestError, UnavailableError
 from app.protocol import GenerateRequest, SamplingParams, TokenChunk
 
 Prompt = tuple[int, ...]
@@ -267,6 +267,51 @@ def test_an_abort_while_a_step_is_being_prepared_harms_nobody(engine: Engine, mo
     chunks = run(engine, [greedy("y", prompt_of(20), 12), greedy("x", prompt_of(30, 5), 12)])
     assert tokens_of(chunks["y"]) == expected
     assert len(tokens_of(chunks["x"])) == 2
+
+
+def test_a_deadline_and_a_failing_step_at_once_end_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(cache_blocks=8)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(engine._runner, "forward", broken)
+
+    async def go() -> list[object]:
+        late = GenerateRequest("late", prompt_of(5), SamplingParams(), timeout_s=0.0)
+        streams = [collect(engine, late), collect(engine, greedy("other", prompt_of(5)))]
+        tasks = [asyncio.ensure_future(stream) for stream in streams]
+        await asyncio.sleep(0)
+        engine.start()
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=30)
+
+    outcomes = asyncio.run(go())
+    assert [type(outcome) for outcome in outcomes] == [DeadlineExceededError, EngineError]
+    engine.stop()
+
+
+def test_a_failed_commit_leaves_no_stream_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(cache_blocks=8)
+    commit = engine._scheduler.commit
+
+    def losing(*args: object) -> None:
+        commit(*args)  # type: ignore[arg-type]
+        raise RuntimeError("lost after the books were closed")
+
+    monkeypatch.setattr(engine._scheduler, "commit", losing)
+    engine.start()
+    with pytest.raises(EngineError):
+        asyncio.run(asyncio.wait_for(collect(engine, greedy("one", prompt_of(5), 1)), timeout=30))
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_waiting_seqs": 1}, {"cache_blocks": 1}, {"max_model_len": 2}, {"max_num_seqs": 1, "max_model_len": 3}],
+)
+def test_the_self_test_fits_small_limits(limits: dict[str, int]) -> None:
+    engine = make_engine(**limits)
+    assert tokens_of(run(engine, [greedy("x", (7,), 1)])["x"])
 
 
 def test_failing_steps_end_their_streams_and_then_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

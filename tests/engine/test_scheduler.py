@@ -243,6 +243,18 @@ def test_random_traffic_ends_with_every_block_back(seed: int) -> None:
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
 
 
+def test_no_step_is_launched_ahead_of_a_prompt_cut_to_one_token() -> None:
+    scheduler = make_scheduler(max_num_seqs=4, max_batched_tokens=4)
+    for index in range(3):
+        scheduler.add(request(f"talking{index}", 2, first=10 * index, max_tokens=50))
+    while scheduler.snapshot().num_requests_waiting or any(seq.num_new_tokens > 1 for seq in scheduler._running):
+        run_step(scheduler)
+    scheduler.add(request("long", 20, first=30))
+    batch = scheduler.schedule()
+    assert batch is not None and work_of(batch)["long"] == 1
+    assert scheduler.schedule_ahead(batch) is None
+
+
 def test_aborting_while_the_step_runs_discards_its_token() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -40,3 +42,21 @@ def test_a_rows_norm_does_not_depend_on_its_neighbours_or_place() -> None:
 
 def test_memory_starts_on_a_cache_line() -> None:
     assert all(native.aligned_memory(size).ctypes.data % 64 == 0 for size in (1, 15, 16, 17, 1000))
+
+
+def test_it_runs_where_no_folder_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **settings: object) -> object:
+        if settings.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr(native, "njit", refuse)
+    assert native.compiled(abs)(-3) == 3
+
+
+def test_all_machine_code_stands_in_one_file() -> None:
+    """Numba renews kept code only when the file of its own function changes, not when a called one's does."""
+    import kernels
+
+    users = [path.name for path in Path(kernels.__file__).parent.glob("*.py") if "numba" in path.read_text()]
+    assert users == ["native.py"]
