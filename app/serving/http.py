@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -96,14 +96,15 @@ async def handle_disconnect(_request: Request, _error: Exception) -> Response:
 
 
 class EventStream(Response):
-    """Server-sent events. Closes `events` when they end, when the client leaves, or when sending fails."""
+    """Server-sent events. Calls `close` when they end, when the client leaves however early, or when sending fails."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_all() -> None:
@@ -113,8 +114,12 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        with suppress(ClientDisconnected, OSError):
-            await until_disconnect(receive, send_all())
+        try:
+            with suppress(ClientDisconnected, OSError):
+                await until_disconnect(receive, send_all())
+        finally:
+            # Events that were never asked for have closed nothing.
+            await self._close()
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

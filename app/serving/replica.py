@@ -95,17 +95,19 @@ class Replica:
         """Raises EngineError if the engine has stopped, or has work and makes no step."""
         self._engine.check_health(self._settings.watchdog_timeout_s)
 
-    async def __del__(self) -> None:
-        # Serve calls this after the last stream has drained.
-        self._reporter.cancel()
-        await asyncio.to_thread(self._engine.stop)
+    def __del__(self) -> None:
+        # Serve calls this after the last stream has drained; Python does too, even where the constructor failed.
+        if hasattr(self, "_reporter"):
+            self._reporter.cancel()
+            self._engine.stop()
 
     async def _report_forever(self) -> None:
         context = serve.get_replica_context()
-        monitor = serve.get_deployment_handle("monitor", app_name=context.app_name)
+        monitor: Any = None
         while True:
-            report = ReplicaReport(self._pool, context.replica_id.unique_id, self._limits, self._engine.stats())
             try:
+                monitor = monitor or serve.get_deployment_handle("monitor", app_name=context.app_name)
+                report = ReplicaReport(self._pool, context.replica_id.unique_id, self._limits, self._engine.stats())
                 await monitor.report.remote(report)
             except Exception as error:  # the monitor may restart; the next report finds its successor
                 logger.warning("report to the monitor failed: %s", type(error).__name__)

@@ -149,8 +149,11 @@ class Router:
         generation = Generation(version, head, runs, n=api.n, deadline_s=deadline_s)
         await http.until_disconnect(request.receive, generation.start())
         if api.stream:
-            return http.EventStream(generation.events(include_usage=api.include_usage))
-        return http.JSONBody(await http.until_disconnect(request.receive, generation.whole()))
+            return http.EventStream(generation.events(include_usage=api.include_usage), generation.close)
+        try:
+            return http.JSONBody(await http.until_disconnect(request.receive, generation.whole()))
+        finally:
+            await generation.close()
 
     def _choose_version(self, model: str | None) -> Version:
         name = next(iter(self._versions.values())).model if model is None else model

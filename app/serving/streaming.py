@@ -223,8 +223,8 @@ class SequenceGroup:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(self, engine: Generator, request: GenerateRequest) -> None:
-        texts = TextStream(self._tokenizer, request)
         try:
+            texts = TextStream(self._tokenizer, request)
             async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     added = texts.add(chunk)

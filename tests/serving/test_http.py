@@ -72,7 +72,11 @@ class Source:
 
     def __init__(self, count: int) -> None:
         self.is_closed = False
+        self.num_closes = 0
         self._count = count
+
+    async def close(self) -> None:
+        self.num_closes += 1
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         try:
@@ -89,7 +93,7 @@ SCOPE: Any = {"type": "http"}
 @pytest.mark.asyncio
 async def test_event_stream_to_the_end() -> None:
     client, source = Client(), Source(2)
-    await EventStream(source.events())(SCOPE, client.receive, client.send)
+    await EventStream(source.events(), source.close)(SCOPE, client.receive, client.send)
     start, *bodies = client.sent
     assert (b"content-type", b"text/event-stream; charset=utf-8") in start["headers"]
     assert not any(name == b"content-length" for name, _ in start["headers"])
@@ -102,8 +106,20 @@ async def test_event_stream_to_the_end() -> None:
 async def test_a_client_that_leaves_closes_the_events(send_fails: bool) -> None:
     client, source = Client(3, send_fails=send_fails), Source(10_000)
     async with asyncio.timeout(5):
-        await EventStream(source.events())(SCOPE, client.receive, client.send)
+        await EventStream(source.events(), source.close)(SCOPE, client.receive, client.send)
     assert source.is_closed and len(client.sent) < 100
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_left_before_the_first_event_closes_their_source() -> None:
+    client, source = Client(), Source(1)
+    client._left.set()
+    response = EventStream(source.events(), source.close)
+    await response(SCOPE, client.receive, client.send)
+    assert source.num_closes == 1
+    started = Client()
+    await EventStream(source.events(), source.close)(SCOPE, started.receive, started.send)
+    assert source.num_closes == 2
 
 
 @pytest.mark.asyncio

@@ -98,6 +98,17 @@ async def test_a_failure_comes_after_what_was_gathered_and_ends_all() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_fault_before_the_first_token_is_an_error_and_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_args: object) -> TextStream:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(streaming, "TextStream", broken)
+    async with asyncio.timeout(5.0):
+        with pytest.raises(EngineError, match="RuntimeError"):
+            await collect(ScriptedEngine(), request("a"))
+
+
+@pytest.mark.asyncio
 async def test_refusal_of_one_refuses_all() -> None:
     class Full(ScriptedEngine):
         async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
