@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
 from app.config import EMBEDDED_MODEL
-from app.errors import CheckpointError, InvalidRequestError
+from app.errors import CheckpointError, ContextLengthError, InvalidRequestError
 from app.tokenizer import Detokenizer, Tokenizer
 
 TOKENIZER = Tokenizer(EMBEDDED_MODEL)
@@ -342,3 +342,53 @@ def test_hundreds_of_control_tokens_cost_little(tmp_path: Path) -> None:
     assert time.process_time() - start < 5.0
     assert max(ids) < 8192
     assert tokenizer.decode(ids) == content
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=200))
+def test_the_bound_by_length_is_never_above_the_count(text: str) -> None:
+    assert TOKENIZER.min_tokens_of(text) <= len(TOKENIZER.encode(text))
+
+
+def test_a_text_that_cannot_fit_is_refused_without_encoding() -> None:
+    longest = max(len(TOKENIZER.token_bytes(token_id)) for token_id in range(TOKENIZER.vocab_size))
+    assert TOKENIZER.min_tokens_of("x" * (10 * longest)) == 10
+    assert TOKENIZER.min_tokens_of("x" * (10 * longest + 1)) == 11
+    text = "The cat said hello. " * 400_000  # some 6 s of encoding
+    started = time.perf_counter()
+    with pytest.raises(ContextLengthError, match="at most 1000 tokens") as caught:
+        TOKENIZER.encode(text, max_tokens=1000)
+    assert caught.value.param == "prompt"
+    with pytest.raises(ContextLengthError) as caught:
+        TOKENIZER.apply_chat_template([{"role": "user", "content": text}], max_tokens=1000)
+    assert caught.value.param == "messages"
+    assert time.perf_counter() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {
+            "added_tokens": [
+                {
+                    "id": 0,
+                    "content": "<|begin|>",
+                    "lstrip": True,
+                    "rstrip": False,
+                    "special": True,
+                    "single_word": False,
+                    "normalized": False,
+                }
+            ]
+        },
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_tokenizer_that_drops_bytes_gives_no_bound(tmp_path: Path, change: dict[str, Any]) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(EMBEDDED_MODEL) / name, tmp_path)
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**spec, **change}))
+    assert Tokenizer(tmp_path).min_tokens_of("x" * 10_000) == 0

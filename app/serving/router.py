@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -167,8 +168,10 @@ class Router:
         runs = []
         limits = version.limits
         prompts: Sequence[Prompt | Messages] = [api.messages] if api.is_chat else api.prompts
+        # A pool that has not come up yet may have more room than those that have.
+        max_model_len = max(limit.max_model_len for limit in limits.values()) if limits.keys() == set(POOLS) else None
         for index, prompt in enumerate(prompts):
-            ids = await _encode(version, prompt)
+            ids = await _encode(version, prompt, max_model_len)
             pool = choose_pool(len(ids), api.max_tokens, limits, self._settings)
             requests = openai.generate_requests(
                 api,
@@ -195,14 +198,17 @@ def _model_entry(name: str, version: Version) -> dict[str, Any]:
     }
 
 
-async def _encode(version: Version, prompt: Prompt | Messages) -> list[int]:
-    """Token ids of a text, of token ids (themselves) or of a conversation."""
+async def _encode(version: Version, prompt: Prompt | Messages, max_tokens: int | None = None) -> list[int]:
+    """Token ids of a text, of token ids (themselves) or of a conversation.
+
+    Raises InvalidRequestError, and ContextLengthError for a text that is far too long for `max_tokens`.
+    """
     if isinstance(prompt, tuple):
         return list(prompt)
+    tokenizer = version.tokenizer
     if isinstance(prompt, str):
-        if len(prompt) < INLINE_ENCODE_CHARS:
-            return version.tokenizer.encode(prompt)
-        return await asyncio.to_thread(version.tokenizer.encode, prompt)
-    if sum(len(message["content"]) for message in prompt) < INLINE_ENCODE_CHARS:
-        return version.tokenizer.apply_chat_template(prompt)
-    return await asyncio.to_thread(version.tokenizer.apply_chat_template, prompt)
+        num_chars, encode = len(prompt), partial(tokenizer.encode, prompt, max_tokens=max_tokens)
+    else:
+        num_chars = sum(len(message["content"]) for message in prompt)
+        encode = partial(tokenizer.apply_chat_template, prompt, max_tokens=max_tokens)
+    return encode() if num_chars < INLINE_ENCODE_CHARS else await asyncio.to_thread(encode)

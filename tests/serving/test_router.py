@@ -1,0 +1,104 @@
+"""The router's routes with a scripted version in place of its pools: lookups, lengths, deadlines, event streams."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from app.config import RouterConfig, VersionConfig
+from app.protocol import GenerateRequest, TokenChunk
+from app.serving import router as module
+from app.serving.router import Router
+from app.serving.routing import PoolLimits, PoolName
+from tests.serving.scripted import TOKENIZER
+
+Play = Callable[[Sequence[GenerateRequest]], AsyncGenerator[list[TokenChunk], None]]
+
+
+class ScriptedVersion:
+    model = "longspan-tiny"
+    app = "pools"
+    tokenizer = TOKENIZER
+
+    def __init__(self, play: Play | None = None) -> None:
+        self.limits: dict[PoolName, PoolLimits] = {
+            pool: PoolLimits(max_model_len, TOKENIZER.vocab_size, "digest")
+            for pool, max_model_len in (("short", 100), ("long", 1000))
+        }
+        self._play = play
+
+    def generate(self, _pool: PoolName, requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
+        assert self._play is not None, "nothing should reach a pool"
+        return self._play(requests)
+
+
+@pytest.fixture
+def client_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedVersion], httpx.AsyncClient]:
+    def build(version: ScriptedVersion) -> httpx.AsyncClient:
+        monkeypatch.setattr(module, "Version", lambda _config: version)
+        app = Router(RouterConfig(versions=(VersionConfig(app="pools"),))).__serve_build_asgi_app__()
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
+
+    return build
+
+
+ClientOf = Callable[[ScriptedVersion], httpx.AsyncClient]
+
+
+def data_events(response: httpx.Response) -> list[Any]:
+    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+
+
+@pytest.mark.asyncio
+async def test_a_model_is_looked_up_by_name(client_of: ClientOf) -> None:
+    async with client_of(ScriptedVersion()) as client:
+        known = await client.get("/v1/models/longspan-tiny")
+        listed = await client.get("/v1/models")
+        unknown = await client.get("/v1/models/org/other")
+    assert known.status_code == 200
+    assert (known.json()["id"], known.json()["object"], known.json()["max_model_len"]) == (
+        "longspan-tiny",
+        "model",
+        1000,
+    )
+    assert listed.json() == {"object": "list", "data": [known.json()]}
+    assert unknown.status_code == 404
+    error = unknown.json()["error"]
+    assert (error["code"], error["param"], error["type"]) == ("model_not_found", "model", "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/completions", "prompt", "The cat said hello. " * 200_000),
+        ("/v1/completions", "prompt", ["short", "The cat said hello. " * 200_000]),
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": "The cat said hello. " * 200_000}]),
+    ],
+    ids=["prompt", "prompts", "messages"],
+)
+@pytest.mark.asyncio
+async def test_a_body_that_cannot_fit_is_refused_before_encoding(
+    client_of: ClientOf, path: str, field: str, value: Any
+) -> None:
+    async with client_of(ScriptedVersion()) as client:
+        started = time.perf_counter()
+        response = await client.post(path, json={field: value}, timeout=60)
+        took_s = time.perf_counter() - started
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert took_s < 1.5  # encoding alone takes some 3 s
+
+
+@pytest.mark.asyncio
+async def test_a_text_may_be_too_long_only_for_the_pools_that_are_up(client_of: ClientOf) -> None:
+    version = ScriptedVersion()
+    del version.limits["long"]
+    async with client_of(version) as client:
+        response = await client.post("/v1/completions", json={"prompt": "hello " * 1000})
+    assert response.status_code == 503
