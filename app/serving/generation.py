@@ -8,11 +8,15 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from app.errors import DeadlineExceededError, LongspanError
+from app.errors import LongspanError
 from app.protocol import GenerateRequest, TokenChunk
-from app.serving.responses import DONE_EVENT, Choice, ResponseHead, chunk_error, error_body, event, usage
+from app.serving.responses import DONE_EVENT, Choice, ResponseHead, chunk_error, error_body, event, timed_out, usage
 from app.serving.routing import PoolName
 from app.serving.versions import Version
+
+# The engine ends a request whose time is up and counts it so, after its current step. Only if it does not, the router
+# cancels the call, which the engine takes for a client that left.
+DEADLINE_GRACE_S = 1.0
 
 Items = AsyncGenerator[list[TokenChunk], None]
 
@@ -48,9 +52,20 @@ class Generation:
         try:
             self._first = await self._next() or []
             _raise_failure(self._first)
+            if self._is_late():
+                await self._fail_late()
         except BaseException:
             await self.close()
             raise
+
+    def _is_late(self) -> bool:
+        return self._deadline_s is not None and asyncio.get_running_loop().time() >= self._deadline_s
+
+    async def _fail_late(self) -> None:
+        """Let the engine end what begins only after its deadline. Raises LongspanError."""
+        while (item := await self._next()) is not None:
+            _raise_failure(item)
+        raise timed_out()
 
     async def close(self) -> None:
         """Abort what still runs."""
@@ -99,11 +114,12 @@ class Generation:
 
     async def _next(self) -> list[TokenChunk] | None:
         """The next item, or None after the last. Raises LongspanError."""
+        limit_s = None if self._deadline_s is None else self._deadline_s + DEADLINE_GRACE_S
         try:
-            async with asyncio.timeout_at(self._deadline_s):
+            async with asyncio.timeout_at(limit_s):
                 return await anext(self._items, None)
         except TimeoutError:
-            raise DeadlineExceededError("timeout_s: the request did not finish in time") from None
+            raise timed_out() from None
 
 
 def _raise_failure(item: Sequence[TokenChunk]) -> None:

@@ -156,10 +156,14 @@ def error_body(error: LongspanError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.kind, "param": param, "code": error.code}}
 
 
+def timed_out() -> DeadlineExceededError:
+    return DeadlineExceededError("timeout_s: the request did not finish in time")
+
+
 def chunk_error(chunk: TokenChunk) -> LongspanError | None:
     """The error a chunk's finish_reason stands for, or None for an ordinary end."""
     if chunk.finish_reason == "deadline":
-        return DeadlineExceededError("timeout_s: the request did not finish in time")
+        return timed_out()
     if chunk.finish_reason == "abort":
         return UnavailableError("the replica stopped before the request finished")
     if chunk.finish_reason == "error":

@@ -30,7 +30,7 @@ from app.serving.admission import Admission, ConcurrencyLimit
 from app.serving.generation import Generation, PromptRun
 from app.serving.metrics import render
 from app.serving.openai import ApiRequest, Messages, Prompt
-from app.serving.responses import ResponseHead
+from app.serving.responses import ResponseHead, timed_out
 from app.serving.routing import POOLS, choose_pool, choose_version
 from app.serving.versions import Version
 
@@ -144,9 +144,9 @@ class Router:
         version = self._choose_version(api.model)
         # Ids are ours: two clients may send the same X-Request-Id.
         request_id = uuid.uuid4().hex
-        runs = await self._plan(version, replace(api, timeout_s=timeout_s), request_id)
-        head = ResponseHead(f"{'chatcmpl' if api.is_chat else 'cmpl'}-{request_id}", version.model, api.is_chat)
         deadline_s = None if timeout_s is None else started_s + timeout_s
+        runs = await self._plan(version, api, request_id, deadline_s)
+        head = ResponseHead(f"{'chatcmpl' if api.is_chat else 'cmpl'}-{request_id}", version.model, api.is_chat)
         generation = Generation(version, head, runs, n=api.n, deadline_s=deadline_s)
         await http.until_disconnect(request.receive, generation.start())
         if api.stream:
@@ -163,8 +163,13 @@ class Router:
             raise ModelNotFoundError(f"model: {name[:100]!r} is not served here", param="model")
         return self._versions[choose_version(apps, self._settings.weights, random.random())]
 
-    async def _plan(self, version: Version, api: ApiRequest, request_id: str) -> Sequence[PromptRun]:
-        """The pool and the sequences of every prompt. Raises RequestError, or UnavailableError while pools start."""
+    async def _plan(
+        self, version: Version, api: ApiRequest, request_id: str, deadline_s: float | None
+    ) -> Sequence[PromptRun]:
+        """The pool and the sequences of every prompt.
+
+        Raises RequestError, UnavailableError while pools start, DeadlineExceededError if encoding takes too long.
+        """
         runs = []
         limits = version.limits
         prompts: Sequence[Prompt | Messages] = [api.messages] if api.is_chat else api.prompts
@@ -174,7 +179,7 @@ class Router:
             ids = await _encode(version, prompt, max_model_len)
             pool = choose_pool(len(ids), api.max_tokens, limits, self._settings)
             requests = openai.generate_requests(
-                api,
+                replace(api, timeout_s=_remaining_s(deadline_s)),
                 ids,
                 f"{request_id}-{index}",
                 vocab_size=limits[pool].vocab_size,
@@ -185,6 +190,16 @@ class Router:
                 echo = prompt if isinstance(prompt, str) else version.tokenizer.decode(ids)
             runs.append(PromptRun(pool, requests, echo))
         return runs
+
+
+def _remaining_s(deadline_s: float | None) -> float | None:
+    """Seconds until then, which is all that another process can use. Raises DeadlineExceededError."""
+    if deadline_s is None:
+        return None
+    remaining_s = deadline_s - asyncio.get_running_loop().time()
+    if remaining_s <= 0.0:
+        raise timed_out()
+    return remaining_s
 
 
 def _model_entry(name: str, version: Version) -> dict[str, Any]:

@@ -65,9 +65,15 @@ def test_deadline_before_the_first_byte_is_504(server: Server) -> None:
 
 
 def test_deadline_of_a_whole_answer_is_504(server: Server) -> None:
+    eventually(lambda: is_idle(server))
+    counts = {
+        reason: server.metric("request_success_total", finished_reason=reason) for reason in ("deadline", "abort")
+    }
     started = time.monotonic()
     response = httpx.post(f"{server.url}/v1/completions", json={**LONG_ANSWER, "timeout_s": 1.5}, timeout=60)
     assert response.status_code == 504 and time.monotonic() - started < 10.0
+    eventually(lambda: server.metric("request_success_total", finished_reason="deadline") == counts["deadline"] + 1)
+    assert server.metric("request_success_total", finished_reason="abort") == counts["abort"]
 
 
 def test_deadline_in_mid_stream_is_an_error_event(server: Server) -> None:

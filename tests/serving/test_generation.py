@@ -11,6 +11,7 @@ import pytest
 
 from app.errors import DeadlineExceededError, EngineError, LongspanError, OverloadedError
 from app.protocol import GenerateRequest, SamplingParams, TokenChunk
+from app.serving import generation as module
 from app.serving.generation import Generation, PromptRun, merge
 from app.serving.responses import ResponseHead
 from app.serving.routing import PoolName
@@ -28,33 +29,45 @@ class ScriptedVersion:
     def __init__(self, *scripts: Script) -> None:
         self._scripts = iter(scripts)
         self.num_open = 0
+        self.num_cut = 0  # closed before the script's last step
 
     def generate(self, _pool: PoolName, _requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
         return self._play(next(self._scripts))
 
     async def _play(self, script: Script) -> AsyncGenerator[list[TokenChunk], None]:
         self.num_open += 1
+        num_left = len(script)
         try:
             for step in script:
                 await asyncio.sleep(step if isinstance(step, float) else 0.0)
+                num_left -= 1
                 if isinstance(step, LongspanError):
                     raise step
                 if isinstance(step, list):
                     yield step
         finally:
             self.num_open -= 1
+            self.num_cut += num_left > 0
 
 
 def chunk(name: str, text: str, finish: Any = None, count: int = 1) -> TokenChunk:
     return TokenChunk(name, (1,), finish_reason=finish, text=text, num_prompt_tokens=3, num_output_tokens=count)
 
 
-def generation(version: ScriptedVersion, *groups: str, n: int = 1, timeout_s: float | None = None) -> Generation:
+def generation(
+    version: ScriptedVersion,
+    *groups: str,
+    n: int = 1,
+    timeout_s: float | None = None,
+    is_chat: bool = False,
+    echo: str = "",
+) -> Generation:
     runs = [
-        PromptRun("short", tuple(GenerateRequest(name, (1,), SamplingParams()) for name in group)) for group in groups
+        PromptRun("short", tuple(GenerateRequest(name, (1,), SamplingParams()) for name in group), echo)
+        for group in groups
     ]
     deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-    head = ResponseHead("id", "m", is_chat=False)
+    head = ResponseHead("id", "m", is_chat=is_chat)
     return Generation(cast(Version, version), head, runs, n=n, deadline_s=deadline_s)
 
 
@@ -93,11 +106,45 @@ async def test_choices_streamed_and_whole() -> None:
 
 
 @pytest.mark.asyncio
-async def test_text_held_back_makes_no_event() -> None:
-    running = generation(ScriptedVersion([[chunk("a", "")], [chunk("a", "ab", "stop", 2)]]), "a")
+async def test_text_held_back_makes_no_event_after_the_first() -> None:
+    script: Script = [[chunk("a", "x")], [chunk("a", "", count=2)], [chunk("a", "ab", "stop", 3)]]
+    running = generation(ScriptedVersion(script), "a")
     await running.start()
-    first, done = await events(running)
-    assert first["choices"][0]["text"] == "ab" and done == "[DONE]"
+    *parts, done = await events(running)
+    assert [part["choices"][0]["text"] for part in parts] == ["x", "ab"] and done == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    "held", [[chunk("a", ""), chunk("a", "")], [chunk("a", "x"), chunk("a", "")]], ids=["all", "some"]
+)
+@pytest.mark.asyncio
+async def test_the_first_event_of_a_chat_choice_carries_the_role(held: list[TokenChunk]) -> None:
+    """Also where a stop string, or half a character, holds its text back."""
+    running = generation(
+        ScriptedVersion([[item] for item in held] + [[chunk("a", "yz", "stop", 3)]]), "a", is_chat=True
+    )
+    await running.start()
+    first, *others, done = await events(running)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": held[0].text}
+    assert [other["choices"][0]["delta"] for other in others] == [{"content": "yz"}] and done == "[DONE]"
+
+
+@pytest.mark.asyncio
+async def test_every_choice_of_a_chat_gets_its_role_once() -> None:
+    script: Script = [[chunk("a", ""), chunk("b", "1")], [chunk("b", "2", "stop", 2)], [chunk("a", "y", "stop", 2)]]
+    running = generation(ScriptedVersion(script), "ab", n=2, is_chat=True)
+    await running.start()
+    *parts, _ = await events(running)
+    choices = [part["choices"][0] for part in parts]
+    assert [choice["index"] for choice in choices if "role" in choice["delta"]] == [0, 1]
+
+
+@pytest.mark.asyncio
+async def test_the_echo_is_sent_though_the_first_text_is_held_back() -> None:
+    running = generation(ScriptedVersion([[chunk("a", "")], [chunk("a", "ab", "stop", 2)]]), "a", echo="Say: ")
+    await running.start()
+    *parts, _ = await events(running)
+    assert [part["choices"][0]["text"] for part in parts] == ["Say: ", "ab"]
 
 
 @pytest.mark.asyncio
@@ -132,7 +179,8 @@ async def test_ends_that_are_errors_have_their_status(reason: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_deadline_before_and_after_the_first_byte() -> None:
+async def test_deadline_before_and_after_the_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DEADLINE_GRACE_S", 0.05)
     version = ScriptedVersion([60.0], [[chunk("a", "x")], 60.0])
     with pytest.raises(DeadlineExceededError):
         await generation(version, "a", timeout_s=0.02).start()
@@ -140,6 +188,39 @@ async def test_deadline_before_and_after_the_first_byte() -> None:
     await running.start()
     assert (await events(running))[-1]["error"]["code"] == "deadline_exceeded"
     assert version.num_open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.asyncio
+async def test_the_engine_ends_what_is_late(stream: bool) -> None:
+    """It counts a deadline; a cancelled call it would count as aborted."""
+    ended = chunk("a", "", "deadline", 2)
+    version = ScriptedVersion([[chunk("a", "x")], 0.4, [ended]])
+    running = generation(version, "a", timeout_s=0.1)
+    await running.start()
+    if stream:
+        assert (await events(running))[-1]["error"]["code"] == "deadline_exceeded"
+    else:
+        with pytest.raises(DeadlineExceededError):
+            await running.whole()
+    assert (version.num_open, version.num_cut) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [0.2, [chunk("a", "x")], 0.1, [chunk("a", "", "deadline")]],
+        [0.2, [chunk("a", "x")], 0.1, [chunk("a", "y", "stop")]],
+        [0.2, DeadlineExceededError("no token yet")],
+    ],
+    ids=["ended", "complete", "refused"],
+)
+@pytest.mark.asyncio
+async def test_an_answer_that_begins_late_gets_its_status(script: Script) -> None:
+    version = ScriptedVersion(script)
+    with pytest.raises(DeadlineExceededError):
+        await generation(version, "a", timeout_s=0.1).start()
+    assert (version.num_open, version.num_cut) == (0, 0)
 
 
 @pytest.mark.asyncio

@@ -102,3 +102,35 @@ async def test_a_text_may_be_too_long_only_for_the_pools_that_are_up(client_of: 
     async with client_of(version) as client:
         response = await client.post("/v1/completions", json={"prompt": "hello " * 1000})
     assert response.status_code == 503
+
+
+async def one_token(requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
+    yield [TokenChunk(requests[0].request_id, (1,), finish_reason="length", text="x", num_output_tokens=1)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.asyncio
+async def test_the_pool_gets_the_time_that_is_left(client_of: ClientOf, stream: bool) -> None:
+    seen: list[GenerateRequest] = []
+
+    def play(requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
+        seen.extend(requests)
+        return one_token(requests)
+
+    async with client_of(ScriptedVersion(play)) as client:
+        body = {"prompt": "hi", "timeout_s": 5.0, "stream": stream}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        late = await client.post("/v1/completions", json={**body, "timeout_s": 1e-9})
+    (request,) = seen
+    assert request.timeout_s is not None and 4.0 < request.timeout_s < 5.0
+    assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
+
+
+@pytest.mark.asyncio
+async def test_a_streamed_chat_begins_with_the_role_and_ends_with_done(client_of: ClientOf) -> None:
+    async with client_of(ScriptedVersion(one_token)) as client:
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        response = await client.post("/v1/chat/completions", json=body)
+    (event,) = data_events(response)
+    assert event["choices"][0]["delta"] == {"role": "assistant", "content": "x"}
+    assert response.text.endswith("data: [DONE]\n\n")
