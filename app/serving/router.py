@@ -34,7 +34,7 @@ from app.serving.responses import ResponseHead, timed_out
 from app.serving.routing import POOLS, choose_pool, choose_version
 from app.serving.versions import Version
 
-# Encoding this many characters takes some 20 ms: longer texts leave the event loop to the other requests.
+# Encoding this many characters takes some 10 ms: longer texts leave the event loop to the other requests.
 INLINE_ENCODE_CHARS = 32_768
 
 
