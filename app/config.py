@@ -49,7 +49,7 @@ class EngineConfig(FrozenModel):
     max_num_seqs: PositiveInt = 16  # sequences in one step
     max_batched_tokens: PositiveInt = 2048  # tokens in one step
     max_chunk_tokens: PositiveInt = 512  # prompt tokens one sequence computes in one step
-    max_step_s: PositiveFloat = 0.1  # prompts get as many tokens of a step as fit this time, while others wait for it
+    max_step_s: PositiveFloat = 0.2  # prompts get as many tokens of a step as fit this time, while others wait for it
     cache_blocks: PositiveInt | None = None  # None: cache_memory_bytes decides
     cache_memory_bytes: PositiveInt | None = None  # None: 256 MiB on CPU, 90% of the free memory on CUDA
     prefix_caching: bool = True
