@@ -41,7 +41,7 @@ class Server:
         )
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"did not become true within {timeout_s:g} s"
