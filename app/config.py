@@ -1,7 +1,7 @@
 """The configuration, validated once by the builders in main.py and never changed afterwards.
 
 RouterConfig > VersionConfig, RouterSettings       `args` of app.main:router
-PoolsConfig > PoolConfig > EngineConfig, PoolSettings   `args` of app.main:pools
+PoolsConfig > PoolConfig > EngineConfig, ParallelConfig, PoolSettings   `args` of app.main:pools
 """
 
 from __future__ import annotations
@@ -64,6 +64,41 @@ class EngineConfig(FrozenModel):
         return self
 
 
+class ParallelConfig(FrozenModel):
+    """How `tensor` x `expert` ranks share one replica's model. Rank e * tensor + t is number t of tensor group e."""
+
+    tensor: PositiveInt = 1  # ranks that split heads, MLPs and vocabulary; always on one node
+    expert: PositiveInt = 1  # groups of such ranks that split the routed experts
+    # Where the bundles of a replica go. None: STRICT_PACK, one node, for one tensor group; PACK for several
+    strategy: Literal["STRICT_PACK", "PACK", "SPREAD"] | None = None
+    # Ray's node labels a bundle needs: one selector for all bundles, or one for each
+    bundle_labels: tuple[dict[str, str], ...] = ()
+    collective_timeout_s: PositiveFloat = 30.0  # a collective that takes longer counts as a dead rank
+
+    @model_validator(mode="after")
+    def _labels_match_bundles(self) -> Self:
+        if len(self.bundle_labels) not in {0, 1, self.num_bundles}:
+            raise ValueError(f"bundle_labels: one for all or one for each of {self.num_bundles} bundles")
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.expert
+
+    @property
+    def placement_strategy(self) -> str:
+        return self.strategy or ("STRICT_PACK" if self.expert == 1 else "PACK")
+
+    @property
+    def ranks_per_bundle(self) -> int:
+        """A bundle lies on one node: where bundles may part, a tensor group is one bundle."""
+        return 1 if self.placement_strategy == "STRICT_PACK" else self.tensor
+
+    @property
+    def num_bundles(self) -> int:
+        return self.num_ranks // self.ranks_per_bundle
+
+
 class PoolSettings(FrozenModel):
     """What may change while a pool runs (`user_config`)."""
 
@@ -74,8 +109,9 @@ class PoolConfig(FrozenModel):
     """A pool: identical engine replicas behind one Serve deployment."""
 
     engine: EngineConfig = EngineConfig()
+    parallel: ParallelConfig = ParallelConfig()
     num_replicas: PositiveInt = 1
-    num_cpus: Annotated[float, Field(ge=0)] = 1.0  # Ray CPUs a replica holds
+    num_cpus: Annotated[float, Field(ge=0)] = 1.0  # Ray CPUs each rank of a replica holds
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
     max_ongoing_requests: PositiveInt = 512
     graceful_shutdown_timeout_s: PositiveFloat = 600.0  # at least the longest stream

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from app.config import EMBEDDED_MODEL, FrozenModel, PoolsConfig, RouterConfig, RouterSettings, load_config
+from app.config import (
+    EMBEDDED_MODEL,
+    FrozenModel,
+    ParallelConfig,
+    PoolsConfig,
+    RouterConfig,
+    RouterSettings,
+    load_config,
+)
 from app.errors import ConfigError
 
 
@@ -93,3 +101,30 @@ def test_configuration_cannot_be_changed() -> None:
     settings = RouterSettings()
     with pytest.raises(ValidationError, match="frozen"):
         settings.max_ongoing_requests = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("values", "strategy", "bundles"),
+    [
+        ({}, "STRICT_PACK", 1),
+        ({"tensor": 4}, "STRICT_PACK", 4),
+        ({"expert": 4}, "PACK", 4),
+        ({"tensor": 2, "expert": 4}, "PACK", 4),
+        ({"tensor": 2, "expert": 4, "strategy": "SPREAD"}, "SPREAD", 4),
+        ({"tensor": 2, "expert": 4, "strategy": "STRICT_PACK"}, "STRICT_PACK", 8),
+        ({"tensor": 4, "strategy": "SPREAD"}, "SPREAD", 1),
+    ],
+)
+def test_a_tensor_group_never_leaves_its_node(values: dict[str, Any], strategy: str, bundles: int) -> None:
+    parallel = ParallelConfig(**values)
+    assert (parallel.placement_strategy, parallel.num_bundles) == (strategy, bundles)
+    assert parallel.num_ranks == parallel.tensor * parallel.expert == bundles * parallel.ranks_per_bundle
+    assert strategy == "STRICT_PACK" or parallel.ranks_per_bundle == parallel.tensor
+
+
+def test_bundle_labels_are_one_for_all_or_one_for_each() -> None:
+    labels = ({"ray.io/accelerator-type": "H200"},)
+    for count in (1, 2):
+        assert ParallelConfig(expert=2, bundle_labels=labels * count).num_bundles == 2
+    with pytest.raises(ValidationError, match="one for each of 2 bundles"):
+        ParallelConfig(expert=2, bundle_labels=labels * 3)
