@@ -131,7 +131,7 @@ class Engine:
                     [seq.request_id for seq in self._batch.sequences], f"engine step failed: {type(error).__name__}"
                 )
                 if failures == MAX_FAILED_STEPS:
-                    self._die(f"{MAX_FAILED_STEPS} engine steps in a row failed, last: {type(error).__name__}: {error}")
+                    self.fail(f"{MAX_FAILED_STEPS} engine steps in a row failed, last: {type(error).__name__}: {error}")
                     return
 
     def _fail(self, request_ids: Iterable[str], message: str) -> None:
@@ -141,11 +141,6 @@ class Engine:
             lost = self._streams.keys() - set(self._scheduler.request_ids)
             chunks += [TokenChunk(request_id, (), finish_reason="error", error=message) for request_id in lost]
         self._deliver([chunk for chunk in chunks if chunk])
-
-    def _die(self, message: str) -> None:
-        with self._changed:
-            self._fatal = message
-        self._fail(self._scheduler.request_ids, message)
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
         """Hand chunks to their streams: one wake-up per event loop and step."""
@@ -157,6 +152,14 @@ class Engine:
         for loop, pairs in per_loop.items():
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_put_all, pairs)
+
+    def _raise_failure(self, chunk: TokenChunk) -> None:
+        if chunk.finish_reason == "deadline":
+            raise DeadlineExceededError("the deadline passed before the first token")
+        if chunk.finish_reason == "error":
+            if chunk.error == self._fatal:  # it was not this request's step: another replica can serve it
+                raise UnavailableError(self._fatal or "")
+            raise EngineError(chunk.error or "the engine failed")
 
     # ---- what callers use ----
 
@@ -179,6 +182,12 @@ class Engine:
             self._thread.join()
         self._fail(self._scheduler.request_ids, "the engine was stopped")
 
+    def fail(self, message: str) -> None:
+        """Declare the engine dead, from any thread and even while a step hangs: every stream ends with an error."""
+        with self._changed:
+            self._fatal = self._fatal or message
+        self._fail(self._scheduler.request_ids, message)
+
     def validate(self, request: GenerateRequest) -> None:
         """Raise the error `generate` would end in at once; changes nothing."""
         with self._changed:
@@ -194,7 +203,7 @@ class Engine:
 
         Closing the iterator or cancelling its task aborts the request and frees its blocks at once.
         Raises RequestError or OverloadedError before the first chunk, DeadlineExceededError if the deadline passes
-        before any token, EngineError if the engine fails before any token.
+        before any token, EngineError if its step fails before any token, UnavailableError if the engine is dead.
         """
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
         with self._changed:
@@ -209,7 +218,7 @@ class Engine:
             while True:
                 chunk = await stream.queue.get()
                 if not chunk.num_output_tokens:
-                    _raise_failure(chunk)
+                    self._raise_failure(chunk)
                 yield chunk
                 if chunk.finish_reason:
                     return
@@ -253,10 +262,3 @@ class Engine:
 def _put_all(pairs: list[tuple[_Stream, TokenChunk]]) -> None:
     for stream, chunk in pairs:
         stream.queue.put_nowait(chunk)
-
-
-def _raise_failure(chunk: TokenChunk) -> None:
-    if chunk.finish_reason == "deadline":
-        raise DeadlineExceededError("the deadline passed before the first token")
-    if chunk.finish_reason == "error":
-        raise EngineError(chunk.error or "the engine failed")

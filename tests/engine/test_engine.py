@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -334,3 +335,38 @@ def test_failing_steps_end_their_streams_and_then_the_engine(monkeypatch: pytest
         asyncio.run(collect(engine, greedy("after", prompt_of(5))))
     engine.check_integrity()
     engine.stop()
+
+
+def test_a_dead_engine_ends_its_streams_while_a_step_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(cache_blocks=8)
+    hangs, released = threading.Event(), threading.Event()
+    forward = engine._runner.forward
+    steps = 0
+
+    def hanging(batch: Batch, *rest: object) -> object:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            hangs.set()
+            released.wait(30)
+        return forward(batch, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine._runner, "forward", hanging)
+
+    async def go() -> list[object]:
+        streams = [asyncio.ensure_future(collect(engine, greedy("streams", prompt_of(5), 100)))]
+        engine.start()
+        await asyncio.to_thread(hangs.wait, 30)
+        streams.append(asyncio.ensure_future(collect(engine, greedy("waits", prompt_of(5)))))
+        await asyncio.sleep(0)
+        engine.fail("rank 1 is gone")
+        return await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), timeout=30)
+
+    streaming, waiting = asyncio.run(go())
+    released.set()
+    assert streaming[-1].finish_reason == "error" and streaming[-1].error == "rank 1 is gone"  # type: ignore[index]
+    assert isinstance(waiting, UnavailableError)  # may be sent to another replica
+    with pytest.raises(EngineError, match="rank 1 is gone"):
+        engine.check_health()
+    engine.stop()
+    engine.check_integrity()
