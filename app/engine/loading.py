@@ -17,6 +17,7 @@ from app.engine.scheduler import Limits, Scheduler
 from app.errors import CheckpointError, ConfigError, PreflightError
 from app.model.checkpoint import checkpoint_digest
 from app.model.config import ModelConfig
+from app.model.parallel import RankPlace
 from app.model.transformer import Transformer
 from app.model.weights import load_weights
 from app.protocol import GenerateRequest, SamplingParams
@@ -27,9 +28,10 @@ CPU_CACHE_BYTES = 256 * 2**20
 CUDA_CACHE_SHARE = 0.9  # of the memory free after the weights are loaded
 
 
-def load_engine(source: ModelSource, config: EngineConfig) -> Engine:
+def load_engine(source: ModelSource, config: EngineConfig, place: RankPlace | None = None) -> Engine:
     """Load the checkpoint, allocate the cache and run the self-test; the engine's thread is not started yet.
 
+    place: of rank 0, where other ranks share the model; they run `run_rank` meanwhile, on the same configuration.
     Raises CheckpointError, ConfigError (a limit the model cannot meet) or PreflightError (no such device, no memory).
     """
     start = time.monotonic()
