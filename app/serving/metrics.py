@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from app.protocol import EngineStats, Histogram
+from app.serving.monitor import PoolTraffic
 
 PREFIX = "longspan:"
 LABELS = ("model", "app", "pool", "replica")
@@ -51,6 +52,15 @@ METRICS = (
     MetricSpec("request_queue_time_seconds", "histogram", "Arrival at the engine to the first step."),
     MetricSpec("step_time_seconds", "histogram", "Duration of an engine step."),
 )
+ROUTER_LABELS = ("model", "app", "pool", "router")
+ROUTER_METRICS = (  # attributes of PoolTraffic
+    MetricSpec("router_requests_held", "gauge", "Sequences in the router while the pool has no replica."),
+    MetricSpec("router_requests_rejected", "counter", "Sequences refused because too much waits."),
+    MetricSpec("router_tokens_rejected", "counter", "Prompt tokens of the sequences refused."),
+    MetricSpec("router_retries", "counter", "Sequences sent once more because a replica was lost."),
+    MetricSpec("router_requests_lost", "counter", "Sequences that ended in an error because a replica was lost."),
+    MetricSpec("router_requests_spilled", "counter", "Sequences sent here though predicted for the other pool."),
+)
 SNAPSHOT_AGE = "snapshot_age_seconds"  # gauge: time since a replica's snapshot reached its monitor
 
 
@@ -63,9 +73,18 @@ class ReplicaSeries:
     stats: EngineStats
 
 
+@dataclass(frozen=True, slots=True)
+class RouterSeries:
+    """One router's traffic to a pool and the labels it is shown under."""
+
+    labels: tuple[str, str, str, str]  # ROUTER_LABELS
+    traffic: PoolTraffic
+
+
 class _Snapshots(Collector):
-    def __init__(self, series: Iterable[ReplicaSeries]) -> None:
+    def __init__(self, series: Iterable[ReplicaSeries], routers: Iterable[RouterSeries]) -> None:
         self._series = tuple(series)
+        self._routers = tuple(routers)
 
     def collect(self) -> Iterator[Metric]:
         age = GaugeMetricFamily(PREFIX + SNAPSHOT_AGE, "Seconds since the replica's last report.", labels=LABELS)
@@ -74,6 +93,12 @@ class _Snapshots(Collector):
         yield age
         for spec in METRICS:
             yield self._family(spec)
+        for spec in ROUTER_METRICS:
+            kind = GaugeMetricFamily if spec.kind == "gauge" else CounterMetricFamily
+            family = kind(PREFIX + spec.name, spec.help, labels=ROUTER_LABELS)
+            for router in self._routers:
+                family.add_metric(router.labels, getattr(router.traffic, spec.name))
+            yield family
 
     def _family(self, spec: MetricSpec) -> Metric:
         name = PREFIX + spec.name
@@ -101,8 +126,8 @@ def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
     return buckets
 
 
-def render(series: Iterable[ReplicaSeries]) -> bytes:
+def render(series: Iterable[ReplicaSeries], routers: Iterable[RouterSeries] = ()) -> bytes:
     """Prometheus text format, for CONTENT_TYPE_LATEST."""
     registry = CollectorRegistry()
-    registry.register(_Snapshots(series))
+    registry.register(_Snapshots(series, routers))
     return generate_latest(registry)

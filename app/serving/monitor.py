@@ -1,4 +1,4 @@
-"""One small deployment per version: what every replica last reported, for routers and for /metrics."""
+"""One small deployment per version: what every replica and router last reported, for routers and for /metrics."""
 
 from __future__ import annotations
 
@@ -23,11 +23,35 @@ class ReplicaReport:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolTraffic:
+    """What one router does with the requests for a pool. Counters are cumulative since the router's start.
+
+    Field names are metric names: see `serving/metrics.py`.
+    """
+
+    router_requests_held: int = 0  # gauge: sequences that wait in the router because the pool has no replica
+    router_requests_rejected: int = 0  # refused with 429 or 503 because too much waits
+    router_tokens_rejected: int = 0  # prompt tokens of these
+    router_retries: int = 0  # sent once more because a replica was lost
+    router_requests_lost: int = 0  # ended with an error because a replica was lost
+    router_requests_spilled: int = 0  # sent here though predicted for the other pool
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """What a router tells each time it asks for the snapshot."""
+
+    router_id: str
+    pools: Mapping[PoolName, PoolTraffic]
+
+
+@dataclass(frozen=True, slots=True)
 class VersionSnapshot:
     """What the monitor hands to routers. A pool's limits stay known when its replicas have gone."""
 
     limits: Mapping[PoolName, PoolLimits]
     replicas: tuple[tuple[float, ReplicaReport], ...]  # (age in seconds, report), stale ones left out
+    routers: tuple[RouterReport, ...] = ()
 
 
 class Monitor:
@@ -35,6 +59,7 @@ class Monitor:
 
     def __init__(self, *_pools: object) -> None:
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
+        self._routers: dict[str, tuple[float, RouterReport]] = {}
         self._limits: dict[PoolName, PoolLimits] = {}
 
     def report(self, report: ReplicaReport) -> None:
@@ -42,8 +67,14 @@ class Monitor:
         self._reports[report.replica_id] = (time.monotonic(), report)
         self._limits[report.pool] = report.limits
 
+    def exchange(self, report: RouterReport) -> VersionSnapshot:
+        """Take a router's report and give it the snapshot: one call a second instead of two."""
+        self._routers[report.router_id] = (time.monotonic(), report)
+        return self.snapshot()
+
     def snapshot(self) -> VersionSnapshot:
         now = time.monotonic()
         self._reports = {key: held for key, held in self._reports.items() if now - held[0] < STALE_AFTER_S}
+        self._routers = {key: held for key, held in self._routers.items() if now - held[0] < STALE_AFTER_S}
         replicas = tuple((now - arrived_s, report) for arrived_s, report in self._reports.values())
-        return VersionSnapshot(dict(self._limits), replicas)
+        return VersionSnapshot(dict(self._limits), replicas, tuple(report for _, report in self._routers.values()))

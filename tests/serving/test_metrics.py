@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.protocol import EngineStats, Histogram
 from app.serving import monitor as monitor_module
-from app.serving.metrics import METRICS, PREFIX, ReplicaSeries, render
-from app.serving.monitor import Monitor, ReplicaReport
+from app.serving.metrics import METRICS, PREFIX, ROUTER_METRICS, ReplicaSeries, RouterSeries, render
+from app.serving.monitor import Monitor, PoolTraffic, ReplicaReport, RouterReport
 from app.serving.routing import PoolLimits
 
 STATS = EngineStats(
@@ -60,7 +60,7 @@ def test_replicas_keep_their_own_series() -> None:
 
 def test_no_replica_still_declares_every_metric() -> None:
     text = render([]).decode()
-    for spec in METRICS:
+    for spec in (*METRICS, *ROUTER_METRICS):
         assert f"# TYPE {PREFIX}{spec.name}" in text
 
 
@@ -68,6 +68,15 @@ def test_every_field_of_engine_stats_is_declared_once() -> None:
     names = [spec.name for spec in METRICS]
     assert len(names) == len(set(names))
     assert {field.name for field in fields(EngineStats)} <= set(names)
+
+
+def test_a_routers_traffic() -> None:
+    assert {field.name for field in fields(PoolTraffic)} == {spec.name for spec in ROUTER_METRICS}
+    traffic = PoolTraffic(router_requests_held=3, router_retries=2)
+    text = render([], [RouterSeries(("m", "pools", "long", "x"), traffic)]).decode()
+    labels = '{app="pools",model="m",pool="long",router="x"}'
+    assert f"{PREFIX}router_requests_held{labels} 3.0" in text
+    assert f"{PREFIX}router_retries_total{labels} 2.0" in text
 
 
 def report(replica_id: str) -> ReplicaReport:
@@ -89,3 +98,15 @@ def test_monitor_drops_stale_reports_and_keeps_limits(monkeypatch: pytest.Monkey
     clock[0] += 60.0
     assert monitor.snapshot().replicas == ()
     assert monitor.snapshot().limits["short"].max_model_len == 10
+
+
+def test_monitor_keeps_what_routers_tell_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monitor = Monitor()
+    first, second = (RouterReport(name, {"short": PoolTraffic()}) for name in "ab")
+    assert monitor.exchange(first).routers == (first,)
+    clock[0] += 6.0
+    assert monitor.exchange(second).routers == (first, second)
+    clock[0] += 6.0
+    assert monitor.snapshot().routers == (second,)
