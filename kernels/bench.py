@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -171,28 +171,34 @@ def gather_works() -> Iterator[Work]:
         )
 
 
-def expert_works() -> Iterator[Work]:
-    """DeepSeek-V2-Lite's experts; torch's grouped_mm gets its rows sorted for nothing and skips the weighted sum."""
-    num_experts, top_k, dim, inter = 64, 6, 2048, 1408
-    gate_up = torch.randn(num_experts, 2 * inter, dim, device="cuda", dtype=torch.bfloat16) * 0.02
-    down = torch.randn(num_experts, dim, inter, device="cuda", dtype=torch.bfloat16) * 0.02
-    for num_tokens in (1, 8, 32, 128, 512, 2048, 8192, 16384):
-        x = torch.randn(num_tokens, dim, device="cuda", dtype=torch.bfloat16)
-        ids = torch.rand(num_tokens, num_experts, device="cuda").topk(top_k).indices.int()
-        weights = torch.rand(num_tokens, top_k, device="cuda")
-        ends = torch.bincount(ids.flatten(), minlength=num_experts).cumsum(0).int()
+_NUM_EXPERTS, _TOP_K, _DIM, _INTER = 64, 6, 2048, 1408  # DeepSeek-V2-Lite
 
-        rows = x.repeat_interleave(top_k, 0)
+
+def _routing(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, the experts they chose at random, their weights."""
+    x = torch.randn(num_tokens, _DIM, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(num_tokens, _NUM_EXPERTS, device="cuda").topk(_TOP_K).indices.int()
+    return x, ids, torch.rand(num_tokens, _TOP_K, device="cuda")
+
+
+def expert_works(sizes: Sequence[int] = (1, 8, 32, 128, 512, 2048, 8192, 16384)) -> Iterator[Work]:
+    """torch's grouped_mm gets its rows sorted for nothing and skips the weighted sum."""
+    gate_up = torch.randn(_NUM_EXPERTS, 2 * _INTER, _DIM, device="cuda", dtype=torch.bfloat16) * 0.02
+    down = torch.randn(_NUM_EXPERTS, _DIM, _INTER, device="cuda", dtype=torch.bfloat16) * 0.02
+    for num_tokens in sizes:
+        x, ids, weights = _routing(num_tokens)
+        ends = torch.bincount(ids.flatten(), minlength=_NUM_EXPERTS).cumsum(0).int()
+        rows = x.repeat_interleave(_TOP_K, 0)
 
         def peer(rows: torch.Tensor = rows, ends: torch.Tensor = ends) -> torch.Tensor:
             gate, up = torch.nn.functional.grouped_mm(rows, gate_up.mT, offs=ends).chunk(2, -1)
             return torch.nn.functional.grouped_mm(torch.nn.functional.silu(gate) * up, down.mT, offs=ends)
 
         yield Work(
-            shape=f"{num_experts} top {top_k}, {dim} x {inter}, {num_tokens}",
+            shape=f"{_NUM_EXPERTS} top {_TOP_K}, {_DIM} x {_INTER}, {num_tokens}",
             run=lambda x=x, ids=ids, weights=weights: fused_experts(x, gate_up, down, ids, weights),  # type: ignore[misc]
-            num_bytes=ids.unique().numel() * 3 * inter * dim * 2 + 2 * x.nbytes,
-            num_operations=2 * num_tokens * top_k * 3 * inter * dim,
+            num_bytes=ids.unique().numel() * 3 * _INTER * _DIM * 2 + 2 * x.nbytes,
+            num_operations=2 * num_tokens * _TOP_K * 3 * _INTER * _DIM,
             peer=peer,
         )
 

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import tuning
 from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, use_triton
 
-_GATHER_TOKENS = 16
 _COPY_ELEMENTS = 4096
 
 
@@ -60,9 +60,9 @@ def gather_blocks(
         return _gather_torch(cache, block_tables, context_lens, num_keys)
     out = torch.empty(num_keys, cache.shape[2], dtype=cache.dtype, device=cache.device)
     dim = cache.shape[2]
-    grid = (triton.cdiv(num_keys, _GATHER_TOKENS),)
     if num_keys and dim:
-        _gather_kernel[grid](
+        launch = tuning.find("gather_blocks", cache.device, row_bytes=dim * cache.element_size())
+        _gather_kernel[(triton.cdiv(num_keys, launch["tokens"]),)](
             cache,
             block_tables,
             key_starts,
@@ -73,7 +73,8 @@ def gather_blocks(
             BLOCK_SIZE=cache.shape[1],
             DIM=dim,
             BLOCK_DIM=triton.next_power_of_2(dim),
-            TOKENS=_GATHER_TOKENS,
+            TOKENS=launch["tokens"],
+            num_warps=launch["num_warps"],
         )
     return out
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels import tuning
 from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, use_triton
 
 # On CPU an expert's rows are padded to a multiple of this, the smallest row count at which MKL's bits settle.
@@ -203,34 +204,25 @@ class Tile:
     num_warps: int
     num_stages: int
     programs: int  # at most, per multiprocessor: few that walk over tiles, or 16, in effect one per tile
-    group: int = 8  # row blocks that walk the columns together
+    group: int  # row blocks that walk the columns together
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """The tiles used up to `max_rows` tokens per expert on average; both GEMMs share the row block."""
+    """A configuration of the tuning table; both GEMMs share the row block."""
 
-    max_rows: float
     rows: int
     gate_up: Tile
     down: Tile
 
 
-# Measured on an H200 with 64 experts, 6 per token, 2048 -> 2 x 1408 -> 2048 in bf16 (kernels/RESULTS.md).
-TILES_16BIT = (
-    ExpertTiles(4, 16, Tile(64, 128, 4, 3, 16, 1), Tile(64, 128, 4, 4, 16, 1)),
-    ExpertTiles(16, 16, Tile(128, 128, 4, 3, 16, 1), Tile(128, 128, 4, 4, 16, 1)),
-    ExpertTiles(96, 64, Tile(64, 64, 4, 3, 16), Tile(128, 64, 8, 3, 16)),
-    ExpertTiles(400, 128, Tile(128, 64, 8, 4, 1), Tile(256, 64, 8, 4, 1)),
-    ExpertTiles(float("inf"), 128, Tile(128, 64, 8, 3, 1), Tile(128, 64, 4, 3, 2)),
-)
-# fp32 serves parity checks: its products are exact, not TF32, so they run on the ordinary arithmetic units.
-TILES_32BIT = (ExpertTiles(float("inf"), 16, Tile(32, 32, 4, 2, 4), Tile(32, 32, 4, 2, 4)),)
-
-
-def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTiles:
-    table = TILES_32BIT if dtype == torch.float32 else TILES_16BIT
-    return next(tiles for tiles in table if num_pairs <= tiles.max_rows * num_experts)
+def choose_tiles(
+    num_pairs: int, num_experts: int, dim: int, inter: int, dtype: torch.dtype, device: torch.device
+) -> ExpertTiles:
+    use = tuning.find(
+        "fused_experts", device, bits=8 * dtype.itemsize, rows_per_expert=num_pairs / num_experts, dim=dim, inter=inter
+    )
+    return ExpertTiles(use["rows"], Tile(**use["gate_up"]), Tile(**use["down"]))
 
 
 def _triton_experts(
@@ -327,4 +319,5 @@ def fused_experts(
     check_contiguous("down", down)
     if dim * x.element_size() % 16 or inter * x.element_size() % 16:
         raise ValueError(f"x: rows of {dim} and {inter} values must be multiples of 16 bytes for the Triton kernel")
-    return _triton_experts(x, gate_up, down, ids, weights, choose_tiles(ids.numel(), num_experts, x.dtype))
+    tiles = choose_tiles(ids.numel(), num_experts, dim, inter, x.dtype, x.device)
+    return _triton_experts(x, gate_up, down, ids, weights, tiles)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import mla_decode_hopper
+from kernels import mla_decode_hopper, tuning
 from kernels.checks import Backend, check_contiguous, check_dtype, check_last_dim_contiguous, check_shape, use_triton
 from kernels.mla_decode_plan import PLAN_TILE, TritonDecodePlan, heads_per_program, plan_triton
 from kernels.mla_decode_torch import TorchDecodePlan, decode_torch, plan_torch
@@ -143,6 +143,7 @@ def _decode_triton(
     if mla_decode_hopper.supports(q, cache, value_dim):
         mla_decode_hopper.launch(q, cache, block_tables, work, results, scale * _LOG2_E, heads)
     else:
+        launch = tuning.find("mla_decode", q.device, bits=8 * q.element_size(), num_heads=num_heads)
         _decode_kernel[(num_programs * triton.cdiv(num_heads, heads),)](
             q,
             cache,
@@ -160,12 +161,12 @@ def _decode_triton(
             DIM=dim,
             BLOCK_SIZE=cache.shape[1],
             PLAN_TILE=PLAN_TILE,
-            TILE=32 if q.element_size() == 2 else 16,  # two tiles fit the shared memory of any card since Ampere
+            TILE=launch["tile"],
             BLOCK_HEADS=heads,
             BLOCK_VALUE=triton.next_power_of_2(value_dim),
             BLOCK_ROPE=max(16, triton.next_power_of_2(dim - value_dim)),
-            num_warps=8,
-            num_stages=2,
+            num_warps=launch["num_warps"],
+            num_stages=launch["num_stages"],
         )
     # Few rows may have many splits each: then the splits are loaded together, else the row's columns.
     splits, columns = (64, 64) if num_rows * num_heads <= 128 else (4, 512)

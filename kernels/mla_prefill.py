@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import mla_prefill_hopper
+from kernels import mla_prefill_hopper, tuning
 from kernels.checks import Backend, check_dtype, check_last_dim_contiguous, check_shape, use_triton
 
 _QUERY_TILE = 64  # CPU: queries attended together, a multiple of 8 so that MKL gives a row the same bits in any tile
@@ -87,8 +87,8 @@ def mla_prefill(
     if mla_prefill_hopper.supports(q, k_nope, k_rope, v):
         mla_prefill_hopper.launch(q, k_nope, k_rope, v, query_starts, key_starts, scale * _LOG2_E, max_query_len, out)
         return out
-    queries, keys = (64, 32) if q.element_size() == 2 else (16, 16)
-    grid = (triton.cdiv(max_query_len, queries), num_heads, query_starts.shape[0] - 1)
+    launch = tuning.find("mla_prefill", q.device, bits=8 * q.element_size())
+    grid = (triton.cdiv(max_query_len, launch["queries"]), num_heads, query_starts.shape[0] - 1)
     _prefill_kernel[grid](
         q,
         k_nope,
@@ -109,10 +109,10 @@ def mla_prefill(
         BLOCK_NOPE=max(16, triton.next_power_of_2(nope_dim)),
         BLOCK_ROPE=max(16, triton.next_power_of_2(k_rope.shape[1])),
         BLOCK_VALUE=max(16, triton.next_power_of_2(v.shape[2])),
-        QUERIES=queries,
-        KEYS=keys,
-        num_warps=4,
-        num_stages=2,
+        QUERIES=launch["queries"],
+        KEYS=launch["keys"],
+        num_warps=launch["num_warps"],
+        num_stages=launch["num_stages"],
     )
     return out
 
