@@ -11,7 +11,17 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from app.errors import ConfigError
 
@@ -50,6 +60,7 @@ class EngineConfig(FrozenModel):
     max_batched_tokens: PositiveInt = 2048  # tokens in one step
     max_chunk_tokens: PositiveInt = 512  # prompt tokens one sequence computes in one step
     max_step_s: PositiveFloat = 0.2  # prompts get as many tokens of a step as fit this time, while others wait for it
+    max_passed_over_s: PositiveFloat = 30.0  # a request that waited so long goes first, whatever its priority
     cache_blocks: PositiveInt | None = None  # None: cache_memory_bytes decides
     cache_memory_bytes: PositiveInt | None = None  # None: 256 MiB on CPU, 90% of the free memory on CUDA
     prefix_caching: bool = True
@@ -110,7 +121,7 @@ class PoolConfig(FrozenModel):
 
     engine: EngineConfig = EngineConfig()
     parallel: ParallelConfig = ParallelConfig()
-    num_replicas: PositiveInt = 1
+    num_replicas: PositiveInt = 1  # fixed, unless `scaling` of PoolsConfig names the pool
     num_cpus: Annotated[float, Field(ge=0)] = 1.0  # Ray CPUs each rank of a replica holds
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
     max_ongoing_requests: PositiveInt = 512
@@ -119,6 +130,53 @@ class PoolConfig(FrozenModel):
     health_check_timeout_s: PositiveFloat = 30.0
     settings: PoolSettings = PoolSettings()  # used until a `user_config` arrives
 
+    @model_validator(mode="after")
+    def _ranks_ask_for_something(self) -> Self:
+        if self.parallel.num_ranks > 1 and not self.num_cpus and not self.num_gpus:
+            raise ValueError("num_cpus: a replica of several ranks needs CPUs or GPUs to place them by")
+        return self
+
+
+class PoolScalingSettings(FrozenModel):
+    """Between which numbers of replicas a pool moves, and what moves it."""
+
+    min_replicas: NonNegativeInt = 1  # 0: the pool may stop altogether, and the first request waits for a start
+    max_replicas: PositiveInt = 1
+    replica_cost: PositiveFloat = 1.0  # of the budget
+    ttft_target_s: PositiveFloat = 2.0  # waiting prompts that take a replica longer are pressure,
+    max_waiting_seqs: PositiveFloat = 8.0  # and so are more waiting sequences per replica,
+    max_kv_usage: Annotated[float, Field(gt=0, le=1)] = 0.85  # and a fuller KV cache
+    max_step: PositiveInt = 2  # replicas started or stopped by one decision
+    up_window_s: PositiveFloat = 1.0  # pressure must last this long,
+    down_window_s: NonNegativeFloat = 300.0  # and a load that fewer replicas carry this long
+    start_timeout_s: PositiveFloat = 600.0  # a replica not up by then gives its share of the budget back,
+    retry_s: NonNegativeFloat = 300.0  # and is asked for again after this time
+
+    @field_validator("max_replicas")
+    @classmethod
+    def _max_is_not_below_min(cls, value: int, info: ValidationInfo) -> int:
+        least = info.data.get("min_replicas", 0)
+        if value < least:
+            raise ValueError(f"must be at least min_replicas, which is {least}, got {value}")
+        return value
+
+
+class ScalingSettings(FrozenModel):
+    """What may change while pools scale (`user_config` of deployment `monitor`). A pool left out keeps its number."""
+
+    short: PoolScalingSettings | None = None
+    long: PoolScalingSettings | None = None
+    budget: PositiveFloat | None = None  # for the replicas of both pools, in units of replica_cost
+
+    @field_validator("budget")
+    @classmethod
+    def _budget_holds_the_minimums(cls, value: float | None, info: ValidationInfo) -> float | None:
+        pools = [pool for name in ("short", "long") if (pool := info.data.get(name)) is not None]
+        least = sum(pool.min_replicas * pool.replica_cost for pool in pools)
+        if value is not None and value < least:
+            raise ValueError(f"must be at least {least:g}, what the pools' min_replicas cost, got {value:g}")
+        return value
+
 
 class PoolsConfig(FrozenModel):
     """`args` of app.main:pools: one version of one model, as a short and a long pool."""
@@ -126,6 +184,14 @@ class PoolsConfig(FrozenModel):
     model: ModelSource = ModelSource()
     short: PoolConfig = PoolConfig()
     long: PoolConfig = PoolConfig()
+    scaling: ScalingSettings = ScalingSettings()  # used until a `user_config` of `monitor` arrives
+
+    @model_validator(mode="after")
+    def _number_is_fixed_or_scales(self) -> Self:
+        for name, pool, scaling in (("short", self.short, self.scaling.short), ("long", self.long, self.scaling.long)):
+            if scaling is not None and "num_replicas" in pool.model_fields_set:
+                raise ValueError(f"{name}.num_replicas: must be left out where scaling.{name} is given")
+        return self
 
 
 class RouterSettings(FrozenModel):
@@ -167,6 +233,7 @@ class RouterConfig(FrozenModel):
 
 Model = TypeVar("Model", bound=FrozenModel)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_FIELD_AT_FAULT = re.compile(r"(\w+(?:\.\w+)*): ")
 
 
 def load_config(cls: type[Model], values: dict[str, Any], *, where: str = "") -> Model:
@@ -178,8 +245,12 @@ def load_config(cls: type[Model], values: dict[str, Any], *, where: str = "") ->
         return cls.model_validate(_expand(values, where))
     except ValidationError as error:
         first = error.errors()[0]
-        path = ".".join(str(part) for part in (where, *first["loc"]) if part != "")
         message = first["msg"].removeprefix("Value error, ")
+        # A model's own validator sees several fields, and names the one at fault.
+        field = _FIELD_AT_FAULT.match(message) if first["type"] == "value_error" else None
+        if field is not None:
+            message = message[field.end() :]
+        path = ".".join(str(part) for part in (where, *first["loc"], field[1] if field else "") if part != "")
         raise ConfigError(f"{path}: {message}" if path else message, field=path or None) from None
 
 

@@ -13,6 +13,7 @@ from ray.serve import Application
 
 from app.config import PoolConfig, PoolsConfig, RouterConfig, load_config
 from app.serving.monitor import Monitor
+from app.serving.placement import placement_options
 from app.serving.replica import Replica
 from app.serving.router import Router
 from app.serving.routing import PoolName
@@ -59,5 +60,6 @@ def _pool(name: PoolName, config: PoolsConfig, pool: PoolConfig) -> Application:
         health_check_period_s=pool.health_check_period_s,
         health_check_timeout_s=pool.health_check_timeout_s,
         user_config=pool.settings.model_dump(),
+        **placement_options(pool),
     )
     return deployment(Replica).bind(name, config.model, pool)

@@ -16,6 +16,7 @@ from app.errors import LongspanError
 from app.protocol import EngineStats, GenerateRequest, TokenChunk
 from app.serving.monitor import ReplicaReport
 from app.serving.routing import PoolLimits, PoolName
+from app.serving.shards import start_shards
 from app.serving.streaming import Channel, Pacer, SequenceGroup, StreamItem
 from app.tokenizer import Tokenizer
 
@@ -36,8 +37,10 @@ class Replica:
         self._pool = pool
         self._settings = config.settings
         try:
+            self._shards = start_shards(config)
             self._tokenizer = Tokenizer(source.folder)
-            self._engine = load_engine(source, config.engine)
+            load = load_engine if self._shards is None else self._shards.load
+            self._engine = load(source, config.engine)
         except LongspanError as error:
             # One line for the operator: Serve reports the last exception of the constructor.
             raise RuntimeError(f"{pool} pool: {type(error).__name__}: {error.message}") from None
@@ -48,6 +51,8 @@ class Replica:
         limits = self._engine.limits
         self._limits = PoolLimits(limits.max_model_len, limits.vocab_size, self._engine.version)
         self._reporter = asyncio.create_task(self._report_forever())
+        if self._shards is not None:
+            self._shards.guard(self._engine, self._pacer)
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take what may change at run time (PoolSettings)."""
@@ -100,6 +105,8 @@ class Replica:
         if hasattr(self, "_reporter"):
             self._reporter.cancel()
             self._engine.stop()
+            if self._shards is not None:
+                self._shards.kill()
 
     async def _report_forever(self) -> None:
         context = serve.get_replica_context()
