@@ -128,7 +128,7 @@ def edited(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
         (lambda d: pools(d)["long"].update(engin={}), "application pools: args.long.engin: "),
         (
             lambda d: pools(d)["long"]["engine"].update(max_num_seqs=9000),
-            "application pools: args.long.engine: max_num_seqs",
+            "application pools: args.long.engine.max_num_seqs: ",
         ),
         (
             lambda d: pools(d)["short"]["engine"].update(max_model_len=20_000),

@@ -45,6 +45,13 @@ def test_nothing_but_defaults_is_needed() -> None:
         (RouterConfig, {"settings": {"weights": {"pools": -1}}}, "settings.weights.pools"),
         (RouterConfig, {"settings": {"weights": {"pools": float("nan")}}}, "settings.weights.pools"),
         (RouterConfig, {"max_body_bytes": 1.5}, "max_body_bytes"),
+        (PoolsConfig, {"scaling": {"short": {"min_replicas": -1}}}, "scaling.short.min_replicas"),
+        (PoolsConfig, {"scaling": {"short": {"min_replicas": 3, "max_replicas": 2}}}, "scaling.short.max_replicas"),
+        (PoolsConfig, {"scaling": {"long": {"max_replicas": 0}}}, "scaling.long.max_replicas"),
+        (PoolsConfig, {"scaling": {"long": {"up_window_s": 0}}}, "scaling.long.up_window_s"),
+        (PoolsConfig, {"scaling": {"short": {}, "long": {"replica_cost": 4}, "budget": 4.5}}, "scaling.budget"),
+        (PoolsConfig, {"short": {"num_replicas": 2}, "scaling": {"short": {}}}, "short.num_replicas"),
+        (PoolsConfig, {"short": {"engine": {"max_num_seqs": 9, "max_batched_tokens": 8}}}, "short.engine.max_num_seqs"),
     ],
 )
 def test_a_bad_value_names_its_path(cls: type[FrozenModel], values: dict[str, Any], field: str) -> None:
@@ -61,7 +68,7 @@ def test_a_bad_value_names_its_path(cls: type[FrozenModel], values: dict[str, An
         (
             PoolsConfig,
             {"short": {"engine": {"max_num_seqs": 9, "max_batched_tokens": 8}}},
-            "short.engine: max_num_seqs: ",
+            "short.engine.max_num_seqs: ",
         ),
         (RouterConfig, {"versions": []}, "versions: at least one"),
         (RouterConfig, {"versions": [{"app": "a"}, {"app": "a"}]}, "versions: each application once"),
