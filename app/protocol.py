@@ -136,6 +136,8 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefill_tokens_computed: int = 0
+    prefill_step_tokens: int = 0  # prompt tokens of the steps that had enough of them to show the engine's speed
+    prefill_step_seconds: float = 0.0  # duration of these steps
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
     num_preemptions: int = 0

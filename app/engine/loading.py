@@ -146,6 +146,7 @@ def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
         max_chunk_tokens=min(config.max_chunk_tokens, config.max_batched_tokens),
         max_waiting_seqs=config.max_waiting_seqs,
         max_step_s=config.max_step_s,
+        max_passed_over_s=config.max_passed_over_s,
         prefix_caching=config.prefix_caching,
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_token_ids),

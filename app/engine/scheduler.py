@@ -8,6 +8,7 @@ add -> waiting --admit--> running --commit--> finished
 from __future__ import annotations
 
 import bisect
+import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from app.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from app.protocol import EngineStats, FinishReason, GenerateRequest, TokenChunk, TokenLogprob
 
 RESERVE_SHARE = 0.05  # of all blocks, at most one per running sequence
+OLDEST_PROMPT_SHARE = 0.25  # of a step's prompt tokens: however many shorter prompts come, the oldest gets so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Limits:
     max_chunk_tokens: int
     max_waiting_seqs: int
     max_step_s: float
+    max_passed_over_s: float  # a request that waited so long is the next to be admitted
     prefix_caching: bool
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -110,7 +113,8 @@ class Scheduler:
         """Choose the next step's work and reserve its blocks; None if nothing can run.
 
         Decodes come first, then prompts: each gets an equal share of the tokens left, the shortest first, so that
-        what it does not need goes to the longer ones. A long prompt can so neither hold up short ones nor be held up.
+        what it does not need goes to the longer ones; the oldest gets at least a quarter. A long prompt can so neither
+        hold up short ones nor be held up, however many come.
         """
         budget = self.limits.max_batched_tokens
         scheduled: dict[str, tuple[Sequence, int]] = {}
@@ -125,6 +129,9 @@ class Scheduler:
         if is_waited_for:
             budget = min(budget, self._pacer.allowance)
         has_room = bool(self._waiting) and len(self._running) < self.limits.max_num_seqs
+        if len(prompts) * OLDEST_PROMPT_SHARE > 1:  # else its equal share is no less
+            oldest = min(prompts, key=lambda seq: seq.arrival_s)
+            budget -= self._take(oldest, math.ceil(OLDEST_PROMPT_SHARE * budget), scheduled)
         for index, seq in enumerate(prompts):
             share = -(-budget // (len(prompts) - index + has_room))
             budget -= self._take(seq, share, scheduled)
@@ -187,17 +194,19 @@ class Scheduler:
         """Move waiting sequences to running while all their tokens can be reserved; returns the budget left.
 
         Strictly in order, but for one exception: a sequence whose next prefix block is being computed right now waits
-        to share it."""
+        to share it. Nobody passes the oldest once it has waited for `max_passed_over_s`."""
         in_progress = {
             seq.block_keys[seq.num_published_blocks]
             for seq in self._running
             if seq.num_published_blocks < len(seq.block_keys) and seq.num_new_tokens > 1
         }
-        for seq in tuple(self._waiting):
+        overdue = self._overdue()
+        for seq in sorted(self._waiting, key=lambda seq: seq is not overdue):  # stable
             if budget == 0 or len(self._running) >= self.limits.max_num_seqs:
                 break
             shared = self._cached_prefix(seq)
-            if len(shared) < len(seq.block_keys) and seq.block_keys[len(shared)] in in_progress:
+            is_shared_soon = len(shared) < len(seq.block_keys) and seq.block_keys[len(shared)] in in_progress
+            if is_shared_soon and seq is not overdue:
                 continue
             missing = self._layout.num_blocks_of(seq.num_tokens) - len(shared)
             if self._running and missing + self.pool.num_evictable(shared) + self._reserve_blocks > self.pool.num_free:
@@ -207,6 +216,13 @@ class Scheduler:
             if seq.num_published_blocks < len(seq.block_keys):
                 in_progress.add(seq.block_keys[seq.num_published_blocks])
         return budget
+
+    def _overdue(self) -> Sequence | None:
+        """The oldest waiting sequence, if it was passed over for too long: by priority, or by those that share."""
+        oldest = min(self._waiting, key=lambda seq: seq.arrival_s, default=None)
+        if oldest is None or time.monotonic() - oldest.arrival_s < self.limits.max_passed_over_s:
+            return None
+        return oldest
 
     @property
     def _reserve_blocks(self) -> int:
@@ -251,8 +267,9 @@ class Scheduler:
         return chunks
 
     def record_step_time(self, batch: Batch, step_s: float) -> None:
-        self.stats.record_step_time(step_s)
-        self._pacer.record(batch.num_tokens - batch.num_decodes, step_s)
+        num_prefill_tokens = batch.num_tokens - batch.num_decodes
+        self.stats.record_step_time(step_s, num_prefill_tokens)
+        self._pacer.record(num_prefill_tokens, step_s)
 
     def _publish(self, seq: Sequence) -> None:
         if not self.limits.prefix_caching:

@@ -11,6 +11,7 @@ from app.engine.sequence import Sequence
 from app.protocol import EngineStats, Histogram
 
 LATENCY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+MIN_PREFILL_STEP_TOKENS = 64  # a step with fewer says little about the speed of longer ones
 
 
 class Recorder:
@@ -33,6 +34,7 @@ class StatsRecorder:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
+        self._prefill_step_s = 0.0
         self._ttft, self._itl, self._e2e, self._queue, self._step = (Recorder() for _ in range(5))
 
     def count_preemption(self) -> None:
@@ -41,8 +43,11 @@ class StatsRecorder:
     def count_step(self) -> None:
         self._counts["num_steps"] += 1
 
-    def record_step_time(self, seconds: float) -> None:
+    def record_step_time(self, seconds: float, num_prefill_tokens: int) -> None:
         self._step.add(seconds)
+        if num_prefill_tokens >= MIN_PREFILL_STEP_TOKENS:
+            self._counts["prefill_step_tokens"] += num_prefill_tokens
+            self._prefill_step_s += seconds
 
     def record_admission(self, seq: Sequence) -> None:
         self._counts["prompt_tokens"] += seq.num_prompt_tokens
@@ -80,6 +85,7 @@ class StatsRecorder:
             num_cached_blocks=pool.num_cached,
             oldest_waiting_s=max((now - seq.arrival_s for seq in waiting), default=0.0),
             **{name: self._counts[name] for name in _COUNTERS},
+            prefill_step_seconds=self._prefill_step_s,
             request_success=dict(self._finished),
             time_to_first_token_seconds=self._ttft.snapshot(),
             inter_token_latency_seconds=self._itl.snapshot(),
@@ -93,6 +99,7 @@ _COUNTERS = (
     "prompt_tokens",
     "generation_tokens",
     "prefill_tokens_computed",
+    "prefill_step_tokens",
     "prefix_cache_queries",
     "prefix_cache_hits",
     "num_preemptions",

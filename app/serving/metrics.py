@@ -41,6 +41,8 @@ METRICS = (
     MetricSpec(
         "prefill_tokens_computed", "counter", "Prompt tokens computed, recomputation after preemption included."
     ),
+    MetricSpec("prefill_step_tokens", "counter", "Prompt tokens of steps that computed many of them."),
+    MetricSpec("prefill_step_seconds", "counter", "Seconds of these steps: both give the prefill rate."),
     MetricSpec("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache."),
     MetricSpec("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache."),
     MetricSpec("num_preemptions", "counter", "Sequences preempted."),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from app.cache.layout import CacheLayout
+from app.engine import scheduler as scheduler_module
 from app.engine.batch import Batch
 from app.engine.scheduler import Limits, Scheduler
 from app.errors import ContextLengthError, InvalidRequestError, OverloadedError
@@ -20,7 +23,7 @@ BLOCK = 4
 def make_scheduler(num_blocks: int = 64, **limits: float) -> Scheduler:
     defaults = Limits(
         max_model_len=200, max_num_seqs=8, max_batched_tokens=32, max_chunk_tokens=8, max_waiting_seqs=100,
-        max_step_s=1e9, prefix_caching=True, vocab_size=50, eos_token_ids=frozenset({1}),
+        max_step_s=1e9, max_passed_over_s=1e9, prefix_caching=True, vocab_size=50, eos_token_ids=frozenset({1}),
     )  # fmt: skip
     layout = CacheLayout(num_layers=1, dim=2, dtype=torch.float32, block_size=BLOCK)
     return Scheduler(replace(defaults, **limits), layout, num_blocks, version="v")  # type: ignore[arg-type]
@@ -178,6 +181,59 @@ def test_priority_orders_the_queue() -> None:
     for name, priority in (("late", 5), ("soon", 0), ("first", -1)):
         scheduler.add(request(name, priority=priority, max_tokens=1))
     assert finish_order(scheduler) == ["first", "soon", "late"]
+
+
+def steps_until_first_token(scheduler: Scheduler, name: str, arrivals: Callable[[int], None]) -> int:
+    """How many steps it takes `name`, while `arrivals` adds others before each."""
+    for step in range(2000):
+        arrivals(step)
+        if any(chunk.request_id == name for chunk in run_step(scheduler)[1]):
+            return step
+    raise AssertionError(f"{name} got no token in 2000 steps")
+
+
+def test_a_long_prompt_advances_by_its_quarter_however_many_others_come() -> None:
+    limits = {"max_batched_tokens": 64, "max_chunk_tokens": 64, "max_model_len": 1000}
+    scheduler = make_scheduler(num_blocks=9000, max_num_seqs=32, prefix_caching=False, **limits)
+    scheduler.add(request("long", 900))
+
+    def others(step: int) -> None:
+        if step < 32:
+            scheduler.add(request(f"other{step}", 700, max_tokens=1))
+
+    # ceil(64 / 4) tokens a step; equal shares among 32 would be 2.
+    assert steps_until_first_token(scheduler, "long", others) <= 900 / 16 + 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_a_request_of_low_priority_is_passed_over_for_a_bounded_time(clock: list[float]) -> None:
+    scheduler = make_scheduler(max_num_seqs=2, max_passed_over_s=10.0, max_batched_tokens=8)
+    for index in range(2):
+        scheduler.add(request(f"first{index}", 30, first=10 * index, max_tokens=6))
+    scheduler.add(request("late", 4, first=30, priority=5))
+
+    def others(step: int) -> None:
+        clock[0] = float(step)
+        scheduler.add(request(f"other{step}", 30, first=10 * (step % 3), max_tokens=6))
+
+    # Ten steps of one second until it is overdue, then until one of two sequences of some 20 steps ends.
+    assert steps_until_first_token(scheduler, "late", others) <= 10 + 20 + 5
+
+
+def test_waiting_for_a_shared_prefix_is_bounded_too(clock: list[float]) -> None:
+    scheduler = make_scheduler(max_passed_over_s=10.0)
+    scheduler.add(request("first", 40))
+    run_step(scheduler)
+    scheduler.add(request("same", 40))
+    assert work_of(run_step(scheduler)[0]).keys() == {"first"}
+    clock[0] = 11.0
+    assert work_of(run_step(scheduler)[0]).keys() == {"first", "same"}
 
 
 @pytest.mark.parametrize(
