@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from app.errors import CheckpointError
 from app.model.config import FP8_BLOCK
 from app.model.fields import read_json
+from app.model.uploads import NUM_READERS, Uploader, data_offsets
 
 MANIFEST_FILE = "manifest.sha256"
 INDEX_FILE = "model.safetensors.index.json"
@@ -96,9 +98,13 @@ def _hash_files(folder: Path, names: list[str]) -> dict[str, str]:
 
 
 class Checkpoint:
-    """The tensors of a folder by name. Opening reads the headers only; `fill` reads one tensor, once."""
+    """The tensors of a folder by name. Opening reads the headers only; `fill` reads one tensor, once.
 
-    def __init__(self, folder: str | Path) -> None:
+    What goes to a CUDA device is read by several threads at a time, straight into pinned memory and from there to its
+    place: `fill` returns at once, and `flush` when all of it has been enqueued on the device.
+    """
+
+    def __init__(self, folder: str | Path, num_readers: int = NUM_READERS) -> None:
         """Raises CheckpointError on a missing or corrupt shard, or an index that names a tensor its shard lacks."""
         folder = Path(folder)
         index_path = folder / INDEX_FILE
@@ -117,30 +123,65 @@ class Checkpoint:
                 )
             self._files[name] = folder / file
         self._unread = set(self._files)
+        self._offsets = {path: data_offsets(path) for path in self._shards}
+        self._uploader = Uploader(num_readers)
 
     def fill(self, name: str, destination: torch.Tensor) -> None:
         """Copy the tensor into `destination`, converting its dtype, device and FP8 blocks.
 
-        Raises CheckpointError if the tensor is missing, has another shape, or cannot be read.
+        Raises CheckpointError if the tensor is missing, has another shape, or cannot be read; on a CUDA device an
+        error of the reading itself comes out of `flush`.
         """
         tensor = self._read(name)
         file = str(self._files[name])
         if tensor.shape != destination.shape:
             problem = f"expected shape {list(destination.shape)}, got {list(tensor.shape)}"
             raise CheckpointError(problem, file=file, tensor=name)
-        if tensor.dtype == torch.float8_e4m3fn:
+        scales = None
+        if tensor.dtype == torch.float8_e4m3fn and destination.dtype != torch.float8_e4m3fn:
             scales = self._read(name + _SCALE_SUFFIX)
             blocks = [-(-size // FP8_BLOCK) for size in tensor.shape]
             if list(scales.shape) != blocks:
                 problem = f"expected shape {blocks}, got {list(scales.shape)}"
                 raise CheckpointError(problem, file=file, tensor=name + _SCALE_SUFFIX)
-            tensor = dequantize_blocks(tensor.to(destination.device), scales.to(destination.device))
-        elif not (tensor.dtype.is_floating_point and tensor.element_size() > 1):
+        elif tensor.dtype != destination.dtype and min(tensor.element_size(), destination.element_size()) == 1:
+            raise CheckpointError(f"dtype {tensor.dtype} is not supported here", file=file, tensor=name)
+        elif not tensor.dtype.is_floating_point:
             raise CheckpointError(f"dtype {tensor.dtype} is not supported", file=file, tensor=name)
-        destination.copy_(tensor)
+        if destination.is_cuda:
+            self._uploader.submit(partial(self._upload, name, tensor, scales, destination))
+        else:
+            destination.copy_(tensor if scales is None else dequantize_blocks(tensor, scales))
+
+    def flush(self) -> None:
+        """Wait for the reads of `fill`. Raises the first CheckpointError among them."""
+        self._uploader.flush()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the readers, whatever was pending."""
+        self._uploader.close()
+
+    def _upload(self, name: str, tensor: torch.Tensor, scales: torch.Tensor | None, destination: torch.Tensor) -> None:
+        """Runs in a reader's thread."""
+        path = self._files[name]
+        is_direct = tensor.dtype == destination.dtype and destination.is_contiguous()
+        raw = destination if is_direct else torch.empty_like(tensor, device=destination.device)
+        try:
+            with torch.cuda.device(destination.device):
+                self._uploader.read(path, self._offsets[path][name], raw)
+                if scales is not None:
+                    destination.copy_(dequantize_blocks(raw, scales.to(destination.device)))
+                elif not is_direct:
+                    destination.copy_(raw)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"cannot be read ({error})", file=str(path), tensor=name) from None
 
     def close(self, is_ignored: Callable[[str], bool]) -> None:
-        """Raise CheckpointError if a tensor was never read, unless `is_ignored(name)`."""
+        """Wait for the reads. Raises CheckpointError if a tensor was never read, unless `is_ignored(name)`."""
+        self.flush()
         self._shards.clear()
         unexpected = sorted(name for name in self._unread if not is_ignored(name))
         if unexpected:

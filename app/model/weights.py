@@ -42,7 +42,10 @@ class ModelWeights:
 
 class TensorSource(Protocol):
     def fill(self, name: str, destination: torch.Tensor) -> None:
-        """Write the tensor called `name` in the Hugging Face layout into `destination`."""
+        """Write the tensor called `name` in the Hugging Face layout into `destination`, at the latest at `flush`."""
+
+    def flush(self) -> None:
+        """Return when every tensor asked for so far can be read on its device's default stream."""
 
 
 def load_weights(
@@ -57,9 +60,9 @@ def load_weights(
     Raises CheckpointError, naming file and tensor, on anything changed, missing, unexpected, misshapen or corrupt.
     """
     verify_manifest(folder)
-    checkpoint = Checkpoint(folder)
-    weights = _Assembler(config, checkpoint, dtype, device).model()
-    checkpoint.close(lambda name: _is_ignored(name, config))
+    with Checkpoint(folder) as checkpoint:
+        weights = _Assembler(config, checkpoint, dtype, device).model()
+        checkpoint.close(lambda name: _is_ignored(name, config))
     return weights
 
 
@@ -89,6 +92,9 @@ class _RandomSource:
         else:
             drawn = torch.empty(destination.shape, dtype=self._dtype, device=destination.device)
             destination.copy_(drawn.normal_(0.0, RANDOM_STD, generator=self._generator))
+
+    def flush(self) -> None:
+        """Nothing is pending."""
 
 
 class _Assembler:
@@ -179,9 +185,10 @@ class _Assembler:
         count, hidden, width = down.shape
         gate = self._tensor(prefix + "gate_proj.weight", count * width, hidden)
         up = self._tensor(prefix + "up_proj.weight", count * width, hidden)
+        whole = self._tensor(prefix + "down_proj.weight", hidden, count * width)
+        self._source.flush()
         gate_up[:, :width].copy_(gate.view(count, width, hidden))
         gate_up[:, width:].copy_(up.view(count, width, hidden))
-        whole = self._tensor(prefix + "down_proj.weight", hidden, count * width)
         down.copy_(whole.view(hidden, count, width).transpose(0, 1))
 
     def _empty(self, *shape: int) -> torch.Tensor:
