@@ -17,11 +17,13 @@ import numpy as np
 import torch
 
 from app.engine.batch import Batch
+from app.engine.plan import StepPlan
 from app.model.inputs import ModelInput
 from app.model.transformer import Transformer
 
 SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32)
 LARGE_STEP = 32
+EMPTY_PLAN = StepPlan.of(Batch((), (), ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +52,17 @@ class DecodeGraphs:
     def capture_all(self) -> None:
         """Capture every size, the largest first, so that the smaller ones share its memory."""
         for size in reversed(self._sizes):
-            self._fill(Batch((), (), ()), size)
+            self._fill(EMPTY_PLAN, size)
             self._capture(size)
 
-    def forward(self, batch: Batch, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, plan: StepPlan, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """One token for each sequence -> logits [num_sequences, vocab] fp32, overwritten by the next call.
 
-        previous_token_ids: what the step before sampled, if the batch's tokens are not on the host yet
+        previous_token_ids: what the step before sampled, if the plan's tokens are not on the host yet
         """
-        count = len(batch.sequences)
+        count = len(plan.num_new_tokens)
         size = self._sizes[bisect_left(self._sizes, count)]
-        self._fill(batch, size)
+        self._fill(plan, size)
         if previous_token_ids is not None:
             token_ids = self._device64[:count]
             token_ids.copy_(previous_token_ids.index_select(0, token_ids))
@@ -70,23 +72,18 @@ class DecodeGraphs:
         entry.graph.replay()
         return entry.logits[:count]
 
-    def _fill(self, batch: Batch, size: int) -> None:
+    def _fill(self, plan: StepPlan, size: int) -> None:
         self._copied.synchronize()  # the previous step's copies have left the pinned buffers
         words64, words32 = self._host64.numpy(), self._host32.numpy()
         token_ids, positions, slots = words64[: 3 * size].reshape(3, size)
         context_lens, tables = words32[:size], words32[size : size * (1 + self._max_blocks)].reshape(size, -1)
-        count = len(batch.sequences)
-        first = [seq.num_computed_tokens + batch.num_ahead for seq in batch.sequences]
-        if batch.previous_rows is None:
-            token_ids[:count] = [seq.token_ids[at] for seq, at in zip(batch.sequences, first, strict=True)]
-        else:
-            token_ids[:count] = batch.previous_rows
-        positions[:count] = first
-        for row, block_ids in enumerate(batch.block_ids):
-            tables[row, : len(block_ids)] = block_ids
+        count, width = plan.block_tables.shape
+        token_ids[:count] = plan.token_ids
+        positions[:count] = plan.context_lens - 1
+        tables[:count, :width] = plan.block_tables
         blocks = tables[np.arange(count), positions[:count] // self._block_size]
         slots[:count] = blocks.astype(np.int64) * self._block_size + positions[:count] % self._block_size
-        context_lens[:count] = positions[:count] + 1
+        context_lens[:count] = plan.context_lens
         token_ids[count:], positions[count:], slots[count:], context_lens[count:] = 0, 0, -1, 0
         used32 = size * (1 + self._max_blocks)
         self._device64[: 3 * size].copy_(self._host64[: 3 * size], non_blocking=True)

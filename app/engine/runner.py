@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from app.engine.batch import Batch, to_model_input
+from app.engine.batch import Batch
 from app.engine.graphs import DecodeGraphs
+from app.engine.plan import StepPlan, to_model_input
 from app.model.transformer import Transformer
 
 
@@ -27,19 +28,22 @@ class Runner:
 
         previous_token_ids: [rows of the step before] int64 on the device, for a batch with previous_rows
         """
+        return self._run(StepPlan.of(batch), previous_token_ids)
+
+    def _run(self, plan: StepPlan, previous_token_ids: torch.Tensor | None) -> torch.Tensor:
         if self._graphs is None:
-            return self._eager(batch, previous_token_ids)
-        decodes, prefills = batch.split()
+            return self._eager(plan, previous_token_ids)
+        decodes, prefills = plan.split()
         parts = []
-        if decodes.sequences:
+        if len(decodes.num_new_tokens):
             parts.append(self._graphs.forward(decodes, previous_token_ids))
-        if prefills.sequences:
+        if len(prefills.num_new_tokens):
             parts.append(self._eager(prefills))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _eager(self, batch: Batch, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor:
-        inputs = to_model_input(batch, self._cache.shape[2], self._cache.device)
+    def _eager(self, plan: StepPlan, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        inputs = to_model_input(plan, self._cache.shape[2], self._cache.device)
         if previous_token_ids is not None:
-            token_ids = inputs.token_ids[: batch.num_tokens]
+            token_ids = inputs.token_ids[: len(plan.token_ids)]
             token_ids.copy_(previous_token_ids.index_select(0, token_ids))
         return self._model.forward(inputs, self._cache)

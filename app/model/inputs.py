@@ -8,6 +8,14 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class SharedRows:
+    """All rows of a step whose rows the expert ranks split evenly, in the ranks' order, padding last."""
+
+    positions: torch.Tensor  # [expert ranks x num_tokens] int64
+    slots: torch.Tensor  # [expert ranks x num_tokens] int64
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInput:
     """A ragged batch of `num_seqs` sequences, decodes (one new token) first, then prefill chunks.
 
@@ -28,3 +36,6 @@ class ModelInput:
     num_decodes: int  # sequences [0, num_decodes) have one query token each
     host_query_starts: tuple[int, ...]  # the same numbers on the host, so that no kernel launch needs a device sync
     host_context_lens: tuple[int, ...]
+    # Set if expert ranks split the step. The other fields then hold this rank's rows, and of sequences what these rows
+    # are part of; slots are -1, and logit_rows are [all sequences], -1 where another rank holds the row.
+    shared: SharedRows | None = None

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from app.engine.batch import Batch
+from app.engine.plan import StepPlan, to_model_input
+from app.engine.sequence import Sequence
+from app.protocol import GenerateRequest, SamplingParams
+from kernels.checks import ROW_TILE
+
+
+def sequence(num_prompt: int, num_computed: int, block_ids: list[int]) -> Sequence:
+    request = GenerateRequest("r", tuple(range(100, 100 + num_prompt)), SamplingParams())
+    seq = Sequence(request, b"", arrival_s=0.0)
+    seq.num_computed_tokens, seq.block_ids = num_computed, block_ids
+    return seq
+
+
+def test_the_arrays_of_a_mixed_batch() -> None:
+    prefill, decode = sequence(11, 2, [5, 9, 7]), sequence(5, 4, [3, 1])
+    batch = Batch.of([(prefill, 6), (decode, 1)])
+    inputs = to_model_input(StepPlan.of(batch), block_size=4, device=torch.device("cpu"))
+
+    assert batch.sequences == (decode, prefill)
+    assert inputs.token_ids.tolist() == [104, *range(102, 108), 0]
+    assert inputs.positions.tolist() == [4, 2, 3, 4, 5, 6, 7, 0]
+    assert inputs.slots.tolist() == [1 * 4 + 0, 5 * 4 + 2, 5 * 4 + 3, 9 * 4, 9 * 4 + 1, 9 * 4 + 2, 9 * 4 + 3, -1]
+    assert inputs.query_starts.tolist() == [0, 1, 7] == list(inputs.host_query_starts)
+    assert inputs.context_lens.tolist() == [5, 8] == list(inputs.host_context_lens)
+    assert inputs.block_tables.tolist() == [[3, 1, 0], [5, 9, 7]]
+    assert inputs.logit_rows.tolist() == [0, 6]
+    assert inputs.num_decodes == 1
+    assert batch.samples == [0], "the prefill has three tokens left after this step"
+
+
+@pytest.mark.parametrize(("num_tokens", "rows"), [(1, ROW_TILE), (ROW_TILE, ROW_TILE), (ROW_TILE + 1, 2 * ROW_TILE)])
+def test_rows_are_padded_to_the_row_tile(num_tokens: int, rows: int) -> None:
+    batch = Batch.of([(sequence(num_tokens, 0, [0, 1, 2]), num_tokens)])
+    inputs = to_model_input(StepPlan.of(batch), block_size=4, device=torch.device("cpu"))
+    assert len(inputs.token_ids) == len(inputs.positions) == len(inputs.slots) == rows
+    assert inputs.slots[num_tokens:].tolist() == [-1] * (rows - num_tokens)
+
+
+def test_split_keeps_the_order() -> None:
+    plan = StepPlan.of(Batch.of([(sequence(11, 2, [0]), 6), (sequence(5, 4, [1]), 1), (sequence(6, 5, [2]), 1)]))
+    decodes, prefills = plan.split()
+    assert (decodes.num_new_tokens.tolist(), prefills.num_new_tokens.tolist()) == ([1, 1], [6])
+    assert (
+        decodes.token_ids.tolist() + prefills.token_ids.tolist()
+        == plan.token_ids.tolist()
+        == [104, 105, *range(102, 108)]
+    )
+    assert decodes.block_tables.tolist() + prefills.block_tables.tolist() == [[1], [2], [0]]
+
+
+def assert_same(a: StepPlan, b: StepPlan) -> None:
+    for name in ("num_new_tokens", "context_lens", "token_ids", "block_tables"):
+        assert np.array_equal(getattr(a, name), getattr(b, name)), name
+    assert a.is_ahead == b.is_ahead
+
+
+def test_a_plan_survives_its_way_in_words() -> None:
+    mixed = Batch.of([(sequence(11, 2, [5, 9, 7]), 6), (sequence(5, 4, [3, 1]), 1)])
+    ahead = Batch((sequence(5, 4, [3, 1]),), (1,), ([3, 1],), previous_rows=(2,))
+    for batch in (mixed, ahead, Batch((), (), ())):
+        plan = StepPlan.of(batch)
+        padded = np.pad(plan.pack(), (0, 5), constant_values=-7)
+        assert_same(StepPlan.unpack(padded), plan)
+    assert StepPlan.of(ahead).token_ids.tolist() == [2]
+    assert StepPlan.of(ahead).context_lens.tolist() == [6]
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 5])
+def test_the_parts_of_a_step_are_the_whole_step(num_parts: int) -> None:
+    """Two decodes, a chunk of 7 and one of 10, cut anywhere; the last parts may be empty."""
+    scheduled = [(sequence(30, 4, [1, 2, 3, 4, 5]), 7), (sequence(25, 9, [6, 7, 8, 9, 10]), 10)]
+    scheduled += [(sequence(5, 4, [11, 12]), 1), (sequence(8, 7, [13, 14]), 1)]
+    plan = StepPlan.of(Batch.of(scheduled))
+    whole = to_model_input(plan, 4, torch.device("cpu"))
+    rows = list(zip(whole.token_ids.tolist(), whole.positions.tolist(), strict=True))[:19]
+    found, logit_rows = [], torch.full((4,), -1)
+    for part in range(num_parts):
+        inputs = to_model_input(plan, 4, torch.device("cpu"), part=part, num_parts=num_parts)
+        assert inputs.shared is not None
+        assert inputs.shared.slots[:19].tolist() == whole.slots[:19].tolist()
+        assert set(inputs.shared.slots[19:].tolist()) <= {-1} >= set(inputs.slots.tolist())
+        size = len(inputs.token_ids)
+        assert inputs.shared.positions[part * size :][:size].tolist() == inputs.positions.tolist()
+        starts = inputs.host_query_starts
+        assert len(starts) == len(inputs.host_context_lens) + 1
+        for (start, end), context_len in zip(pairwise(starts), inputs.host_context_lens, strict=True):
+            assert start < end and inputs.positions[end - 1] + 1 == context_len
+        found += list(zip(inputs.token_ids.tolist(), inputs.positions.tolist(), strict=True))[: starts[-1]]
+        assert inputs.num_decodes == (2 if part == 0 else 0)
+        mine = inputs.logit_rows >= 0
+        logit_rows[mine] = inputs.logit_rows[mine] + part * size
+    assert found == rows
+    assert logit_rows.tolist() == whole.logit_rows.tolist()
