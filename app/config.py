@@ -67,6 +67,8 @@ class EngineConfig(FrozenModel):
     batch_invariant: bool | None = None  # None: on for float32 on CPU, off elsewhere
     max_waiting_seqs: PositiveInt = 256
     kernel_backend: Literal["torch", "triton"] | None = None  # None: triton on CUDA tensors, torch on CPU tensors
+    kernel_cache: str | None = None  # folder of compiled kernels, reused by the next start; None: ~/.triton/cache
+    tuning_table: str | None = None  # of `python -m kernels.tune`; None: what is shipped for the card
 
     @model_validator(mode="after")
     def _chunk_fits_step(self) -> Self:

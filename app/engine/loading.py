@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import torch
+import triton
 
 from app.cache.layout import LATENT_BLOCK_SIZE, CacheLayout
 from app.config import EngineConfig, ModelSource
@@ -21,7 +23,7 @@ from app.model.parallel import RankPlace
 from app.model.transformer import Transformer
 from app.model.weights import load_weights
 from app.protocol import GenerateRequest, SamplingParams
-from kernels import native
+from kernels import native, tuning
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 256 * 2**20
@@ -41,6 +43,7 @@ def load_engine(source: ModelSource, config: EngineConfig, place: RankPlace | No
         raise ConfigError("engine.kernel_backend: torch runs on the CPU only", field="engine.kernel_backend")
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
+    prepare_kernels(config)
     model_config = ModelConfig.from_folder(source.folder)
     version = checkpoint_digest(source.folder, expected=source.digest)
     invariant = is_batch_invariant(config, device, dtype)
@@ -55,6 +58,24 @@ def load_engine(source: ModelSource, config: EngineConfig, place: RankPlace | No
         time.monotonic() - start, source.name, str(dtype).removeprefix("torch."), device, engine.stats().num_blocks,
     )  # fmt: skip
     return engine
+
+
+def prepare_kernels(config: EngineConfig) -> None:
+    """Say where compiled kernels lie and how they are launched, before the first of them runs in this process.
+
+    Raises ConfigError on a folder that cannot be written or a table that cannot be used.
+    """
+    if config.kernel_cache is not None:
+        try:
+            Path(config.kernel_cache).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            field = "engine.kernel_cache"
+            raise ConfigError(f"{field}: {config.kernel_cache}: {error.strerror}", field=field) from None
+        triton.knobs.cache.dir = config.kernel_cache
+    try:
+        tuning.use(None if config.tuning_table is None else tuning.Table.read(Path(config.tuning_table)))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"engine.tuning_table: {error}", field="engine.tuning_table") from None
 
 
 def build_engine(
