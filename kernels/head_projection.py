@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import native
+from kernels import native, native_products
 from kernels.checks import Backend, check_dtype, check_last_dim_contiguous, check_shape, use_triton
 
 _BLOCK_N, _BLOCK_M = 16, 64
@@ -60,8 +60,7 @@ def project_heads(
     Args:
         x:      [N, H, K + tail] fp32, bf16 or fp16; rows and heads may be strided
         weight: [H, K, M] in x's dtype, any strides
-    Returns: [N, H, M + tail] in x's dtype, contiguous, freshly allocated; fp32 accumulation.
-        On CPU in fp32 a row's bits do not depend on the others if N is a multiple of ROW_TILE.
+    Returns: [N, H, M + tail] in x's dtype, contiguous, freshly allocated; fp32 accumulation
     Raises:  ValueError on shape, dtype or stride
     Source:  absorption of W_UK and W_UV, DeepSeek-V2 section 2.1.2, https://arxiv.org/abs/2405.04434
     """
@@ -71,10 +70,6 @@ def project_heads(
     check_last_dim_contiguous("x", x)
     check_dtype("weight", weight, x.dtype)
     if not use_triton(x, backend):
-        if x.shape[0] <= native.MAX_ROWS and width <= native.MKL_MAX_INNER and native.can_run(x):
-            out = torch.empty(x.shape[0], num_heads, out_width + tail)
-            native.project(x.numpy(), weight.numpy(), out.numpy())
-            return out
         projected = torch.bmm(x[..., :width].transpose(0, 1), weight).transpose(0, 1)
         return torch.cat([projected, x[..., width:]], dim=-1) if tail else projected.contiguous()
     out = torch.empty(x.shape[0], num_heads, out_width + tail, dtype=x.dtype, device=x.device)
@@ -88,3 +83,21 @@ def project_heads(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     return out
+
+
+class HeadProjection:
+    """project_heads for a weight that stays, [H, K, M]. On CPU in fp32 a row's bits do not depend on the others."""
+
+    def __init__(self, weight: torch.Tensor, backend: Backend | None = None) -> None:
+        self._backend = backend
+        self._num_heads, _, self._num_outputs = weight.shape
+        is_packed = native.can_run(weight) and not use_triton(weight, backend)
+        self._weight = native_products.pack(weight.mT) if is_packed else weight
+
+    def forward(self, x: torch.Tensor, tail: int = 0) -> torch.Tensor:
+        """[N, H, K + tail] -> [N, H, M + tail]."""
+        if isinstance(self._weight, torch.Tensor):
+            return project_heads(x, self._weight, tail=tail, backend=self._backend)
+        out = torch.empty(x.shape[0], self._num_heads, self._num_outputs + tail)
+        native_products.project(x.numpy(), self._weight, out.numpy(), self._num_outputs)
+        return out

@@ -1,16 +1,13 @@
-"""Machine code for CPU kernels in fp32, compiled by Numba: what a step needs when it has only a few rows.
+"""Machine code for a CPU in fp32, compiled by Numba: the operators between the matrix products.
 
 A decode step of a small model is a thousand operators on a few rows each. Called one by one they cost more than the
-arithmetic, and a general matrix product streams weights from memory at a third of what the memory gives. These loops
-do several operators in one pass and read each weight once, in order.
-
-Every output is one chain of fused multiply-adds in the order of the inner index. oneDNN's packed products add up in
-the same order, so few rows here and many rows there give the same bits; the engine's self-test holds this.
+arithmetic; these loops do several of them in one pass. native_products.py holds the products.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,27 +18,41 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
+
+try:
+    import numba
+except ImportError:  # a machine that serves on its GPUs only, where nothing here is called
+    HAS_NUMBA = False
+else:
+    HAS_NUMBA = True
 
 Array = npt.NDArray[Any]
 
-MAX_ROWS = 16  # of routed tokens or heads; beyond, a blocked matrix product does better
-MAX_INNER = 512  # oneDNN splits longer sums, and the two ways would round differently
-MKL_MAX_INNER = 192  # likewise for MKL
-_f32, _i32 = np.float32, np.int32
+_f32 = np.float32
+
+
+def _digest_of_sources() -> str:
+    paths = sorted(Path(__file__).parent.glob("native*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+_SOURCES = _digest_of_sources()
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Machine code of `function`, made at its first call and kept on disk where a folder can be written.
 
-    contract: a * b + c in one rounding, as oneDNN computes it; no other freedom, so that no bit depends on vector
-    widths. All such functions stand in this file: what is kept is renewed only when its own file changes.
+    contract: a * b + c in one rounding; no other freedom, so that no bit depends on vector widths.
     """
+    if not HAS_NUMBA:
+        return function
+    # Numba finds kept code by the function's name and looks at no file but the function's own.
+    function.__qualname__ += f"_{_SOURCES}"
     settings: dict[str, Any] = {"fastmath": {"contract"}, "nogil": True, "error_model": "numpy"}
     try:
-        return njit(cache=True, **settings)(function)
+        return numba.njit(cache=True, **settings)(function)
     except RuntimeError:  # neither this folder nor the user's can be written
-        return njit(**settings)(function)
+        return numba.njit(**settings)(function)
 
 
 @contextmanager
@@ -53,87 +64,7 @@ def compiling() -> Iterator[None]:
 
 
 def can_run(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be computed here and, with more rows, by oneDNN in the same bits."""
-    is_fp32 = tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-    return is_fp32 and bool(torch.backends.mkldnn.is_available())
-
-
-def aligned_memory(size: int) -> Array:
-    """[size] fp32 on a cache line's start. NumPy asks for huge pages where it is large, which a stream of weights
-    reads a fifth faster."""
-    memory = np.empty(size + 16, _f32)
-    first = -(memory.ctypes.data // 4) % 16
-    return memory[first : first + size]
-
-
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[M, K] in oneDNN's own layout, for `packed_product`."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-    return packed
-
-
-def packed_product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [N, K] @ weight^T + bias -> [N, M]."""
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return y
-
-
-@compiled
-def add_row_products(factors: Array, weight: Array, total: Array) -> None:
-    """total [M] += factors [K] @ weight [K, M], four rows of `weight` at a time, in the order of k."""
-    num_inner, size = weight.shape
-    whole = num_inner // 4 * 4
-    for k in range(0, whole, 4):
-        f0, f1, f2, f3 = factors[k], factors[k + 1], factors[k + 2], factors[k + 3]
-        row0, row1, row2, row3 = weight[k], weight[k + 1], weight[k + 2], weight[k + 3]
-        for m in range(size):
-            value = total[m]
-            value += f0 * row0[m]
-            value += f1 * row1[m]
-            value += f2 * row2[m]
-            value += f3 * row3[m]
-            total[m] = value
-    for k in range(whole, num_inner):
-        factor, row = factors[k], weight[k]
-        for m in range(size):
-            total[m] += factor * row[m]
-
-
-@compiled
-def product(x: Array, weight: Array, out: Array) -> None:
-    """out [N, M] = x [N, K] @ weight [K, M]; every weight is read from memory once, a panel of rows at a time."""
-    panel = max(4, 8192 // weight.shape[1] // 4 * 4)  # 32 KiB: what the rows share stays in the first-level cache
-    out[:] = _f32(0.0)
-    for start in range(0, weight.shape[0], panel):
-        end = min(start + panel, weight.shape[0])
-        for r in range(x.shape[0]):
-            add_row_products(x[r, start:end], weight[start:end], out[r])
-
-
-@compiled
-def silu_and_mul(gate_up: Array, out: Array) -> None:
-    """out [N, I] = silu of the first half of each row of gate_up [N, 2I] times its second half.
-
-    exp by 2^n * p(f), f in [-1/2, 1/2], p of degree 6: relative error below 1e-6.
-    """
-    inter = out.shape[1]
-    fraction, exponent = np.empty(inter, _f32), np.empty(inter, _i32)
-    for r in range(out.shape[0]):
-        gate, up = gate_up[r, :inter], gate_up[r, inter:]
-        for i in range(inter):
-            power = min(max(-gate[i] * _f32(1.4426950408889634), _f32(-126.0)), _f32(126.0))
-            whole = np.floor(power + _f32(0.5))
-            f = power - whole
-            p = _f32(1.5403530e-4) * f + _f32(1.3333558e-3)
-            p = p * f + _f32(9.6181291e-3)
-            p = p * f + _f32(5.5504109e-2)
-            p = p * f + _f32(2.4022651e-1)
-            p = p * f + _f32(6.9314718e-1)
-            fraction[i] = p * f + _f32(1.0)
-            exponent[i] = (_i32(whole) + _i32(127)) << _i32(23)
-        scale = exponent.view(_f32)
-        for i in range(inter):
-            out[r, i] = gate[i] / (_f32(1.0) + fraction[i] * scale[i]) * up[i]
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 @compiled
@@ -267,53 +198,3 @@ def route(
             if normalize:
                 weights[n, j] /= total + _f32(1e-20)
             weights[n, j] *= _f32(scale)
-
-
-@compiled
-def project(x: Array, weight: Array, out: Array) -> None:
-    """project_heads: out [N, H, M + tail] = [ x[..., :K] @ weight[h] | the rest of x ]."""
-    width, out_width = weight.shape[1], weight.shape[2]
-    for h in range(weight.shape[0]):
-        for n in range(x.shape[0]):
-            row = out[n, h]
-            row[:out_width] = _f32(0.0)
-            add_row_products(x[n, h, :width], weight[h], row[:out_width])
-            row[out_width:] = x[n, h, width:]
-
-
-@compiled
-def add_weighted(results: Array, places: Array, weights: Array, out: Array) -> None:
-    """out[n] += sum_j weights[n,j] * results[places[n,j]], in the order of j."""
-    for n in range(out.shape[0]):
-        for j in range(places.shape[1]):
-            weight, row = weights[n, j], results[places[n, j]]
-            for d in range(out.shape[1]):
-                out[n, d] += weight * row[d]
-
-
-@compiled
-def few_experts(x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, out: Array) -> None:
-    """out += the experts' weighted results; each hit expert's weights are read once."""
-    num_tokens, dim = x.shape
-    num_experts, inter = down.shape[0], down.shape[1]
-    top_k = ids.shape[1]
-    results = np.zeros((num_tokens * top_k, dim), _f32)
-    rows, hidden = np.empty((num_tokens * top_k, dim), _f32), np.empty((num_tokens * top_k, inter), _f32)
-    projected, output = np.empty((num_tokens * top_k, 2 * inter), _f32), np.empty_like(rows)
-    place = np.empty(num_tokens * top_k, np.int64)
-    for expert in range(num_experts):
-        count = 0
-        for n in range(num_tokens):
-            for j in range(top_k):
-                if ids[n, j] == expert:
-                    rows[count] = x[n]
-                    place[count] = n * top_k + j
-                    count += 1
-        if count == 0:
-            continue
-        product(rows[:count], gate_up[expert], projected[:count])
-        silu_and_mul(projected[:count], hidden[:count])
-        product(hidden[:count], down[expert], output[:count])
-        for i in range(count):
-            results[place[i]] = output[i]
-    add_weighted(results, np.arange(num_tokens * top_k).reshape(num_tokens, top_k), weights, out)

@@ -9,26 +9,26 @@ import torch
 import torch.nn.functional as F
 
 from app.model.config import ModelConfig, RopeConfig, YarnConfig
-from kernels import native
+from kernels import native, native_products
 
 
 class Linear:
-    """x W^T + b. On CPU in fp32 the weight lies in oneDNN's packed form: with few rows a product is bound by how fast
-    the weight streams in, and a row keeps its bits whatever other rows there are, in whole row tiles."""
+    """x W^T + b. On CPU in fp32 the weight lies packed: with few rows a product is bound by how fast the weight
+    streams in, and a row keeps its bits whatever other rows there are."""
 
-    __slots__ = ("_bias", "_is_packed", "_weight")
+    __slots__ = ("_bias", "_num_outputs", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight: [out, in]; bias: [out]."""
-        self._bias = bias
-        self._is_packed = native.can_run(weight)
-        self._weight = native.pack(weight) if self._is_packed else weight
+        self._bias, self._num_outputs = bias, weight.shape[0]
+        self._weight = native_products.pack(weight) if native.can_run(weight) else weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in], rows may be strided -> [N, out]."""
-        if self._is_packed:
-            return native.packed_product(x, self._weight, self._bias)
-        return F.linear(x, self._weight, self._bias)
+        if isinstance(self._weight, torch.Tensor):
+            return F.linear(x, self._weight, self._bias)
+        y = native_products.linear(x, self._weight, self._num_outputs)
+        return y if self._bias is None else y.add_(self._bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU of the first half of each row times the second: [N, 2I] -> [N, I]."""
     if native.can_run(gate_up):
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        native.silu_and_mul(gate_up.numpy(), out.numpy())
+        native_products.silu_and_mul(gate_up.numpy(), out.numpy())
         return out
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

@@ -21,7 +21,7 @@ from app.model.inputs import ModelInput
 from app.model.layers import Linear
 from kernels.blocks import gather_blocks
 from kernels.checks import Backend
-from kernels.head_projection import project_heads
+from kernels.head_projection import HeadProjection
 from kernels.mla_decode import mla_decode, plan_mla_decode
 from kernels.mla_prefill import mla_prefill
 from kernels.mla_rope_cache import mla_rope_cache
@@ -131,10 +131,8 @@ class MlaAttention:
         self._nope_dim, self._rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self._weights = weights
         per_head = weights.kv_b.view(self._num_heads, self._nope_dim + config.v_head_dim, self._rank)
-        self._k_b = per_head[:, : self._nope_dim]  # [H, dn, R]
-        self._v_b = per_head[:, self._nope_dim :].mT  # [H, R, dv]
-        if not self._v_b.is_cuda:  # read row by row there
-            self._k_b, self._v_b = self._k_b.contiguous(), self._v_b.contiguous()
+        self._to_latent = HeadProjection(per_head[:, : self._nope_dim], backend)  # [H, dn, R]
+        self._from_latent = HeadProjection(per_head[:, self._nope_dim :].mT, backend)  # [H, R, dv]
 
     def forward(self, x: torch.Tensor, step: AttentionStep, cache: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, D]; writes the step's latents to `cache` [num_blocks, block_size, R + dr] first."""
@@ -159,12 +157,12 @@ class MlaAttention:
 
     def _attend_absorbed(self, q: torch.Tensor, rows: AbsorbedRows, cache: torch.Tensor) -> torch.Tensor:
         """[N, H, dn + dr] -> [N, H, dv]; padding rows give 0."""
-        latent_q = project_heads(q, self._k_b, tail=self._rope_dim, backend=self._backend)
+        latent_q = self._to_latent.forward(q, tail=self._rope_dim)
         latents = mla_decode(
             latent_q, cache, rows.block_tables, rows.context_lens, self._scale, self._rank,
             query_starts=rows.query_starts, plan=rows.plan, backend=self._backend,
         )  # fmt: skip
-        return project_heads(latents, self._v_b, backend=self._backend)
+        return self._from_latent.forward(latents)
 
     def _attend_expanded(self, q: torch.Tensor, rows: ExpandedRows, cache: torch.Tensor) -> torch.Tensor:
         """[N, H, dn + dr] -> [N, H, dv]; padding rows give 0."""

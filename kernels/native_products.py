@@ -1,0 +1,162 @@
+"""Matrix products on a CPU in fp32, compiled by Numba: linear layers, head projections and experts, for any rows.
+
+Every output is one chain of fused multiply-adds in the order of the inner index, whatever rows are computed beside it
+and on however many threads, so that a row's bits depend on nothing but the row. Weights lie in panels of 32 outputs
+that are read from memory once, in order. Those that are bf16 numbers, as published ones are, take 16 bits there and
+widen in registers without rounding: a step with few rows is bound by the bytes it reads.
+
+    panels [M / 32, K, 16] uint32: word i of panel p at k holds outputs 32 p + i (low half) and 32 p + 16 + i
+    panels [M / 32, K, 32] fp32:   other weights
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.native import Array, compiled
+
+try:
+    from kernels.native_vectors import LANES, PANEL, ROW_TILE, multiply_tile
+except ImportError:  # no Numba: a machine that serves on its GPUs only, where nothing here is called
+    LANES, PANEL, ROW_TILE = 16, 32, 1
+
+_f32, _i32, _i64 = np.float32, np.int32, np.int64
+
+
+def pack(weight: torch.Tensor) -> Array:
+    """[..., M, K] fp32 -> its panels [..., M / 32 rounded up, K, 16 uint32 or 32 fp32], on a cache line's start."""
+    *batch, num_outputs, inner = weight.shape
+    num_panels = -(-num_outputs // PANEL)
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, num_panels * PANEL - num_outputs))
+    columns = padded.unflatten(-2, (num_panels, PANEL)).mT  # [..., panels, K, 32]
+    narrow = columns.bfloat16()
+    if not torch.equal(narrow.float(), columns):
+        memory = _aligned_memory((*batch, num_panels, inner, PANEL), np.dtype(np.float32))
+        memory[:] = columns.numpy()
+        return memory
+    memory = _aligned_memory((*batch, num_panels, inner, LANES), np.dtype(np.uint32))
+    halves = memory.view(np.uint16).reshape(*memory.shape, 2)
+    halves[:] = narrow.view(torch.uint16).unflatten(-1, (2, LANES)).mT.numpy()
+    return memory
+
+
+def _aligned_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """NumPy asks for huge pages where memory is large, which a stream of weights reads a fifth faster."""
+    size = int(np.prod(shape))
+    memory = np.empty(size + LANES, dtype)
+    first = -(memory.ctypes.data // 4) % LANES
+    return memory[first : first + size].reshape(shape)
+
+
+def linear(x: torch.Tensor, panels: Array, num_outputs: int) -> torch.Tensor:
+    """x [N, K] fp32, rows may be strided, times the packed weight -> [N, num_outputs]."""
+    out = torch.empty(x.shape[0], num_outputs)
+    product(x.numpy(), panels, out.numpy())
+    return out
+
+
+@compiled
+def product(x: Array, panels: Array, out: Array) -> None:
+    """out [N, M] = x [N, K] @ the packed weight; both may have strided rows."""
+    for panel in range(panels.shape[0]):
+        for first in range(0, x.shape[0], ROW_TILE):
+            multiply_tile(x, first, panels, panel, out)
+
+
+@compiled
+def project(x: Array, panels: Array, out: Array, num_outputs: int) -> None:
+    """project_heads: out [N, H, M + tail] = [ x[..., :K] @ weight[h] | the rest of x ], panels [H, M / 32, K, ...]."""
+    width = panels.shape[2]
+    for h in range(panels.shape[0]):
+        product(x[:, h, :width], panels[h], out[:, h, :num_outputs])
+        for n in range(x.shape[0]):
+            for i in range(x.shape[2] - width):
+                out[n, h, num_outputs + i] = x[n, h, width + i]
+
+
+@compiled
+def silu_and_mul(gate_up: Array, out: Array) -> None:
+    """out [N, I] = silu of the first half of each row of gate_up [N, 2I] times its second half.
+
+    exp by 2^n * p(f), f in [-1/2, 1/2], p of degree 6: relative error below 1e-6.
+    """
+    inter = out.shape[1]
+    fraction, exponent = np.empty(inter, _f32), np.empty(inter, _i32)
+    for r in range(out.shape[0]):
+        gate, up = gate_up[r, :inter], gate_up[r, inter:]
+        for i in range(inter):
+            power = min(max(-gate[i] * _f32(1.4426950408889634), _f32(-126.0)), _f32(126.0))
+            whole = np.floor(power + _f32(0.5))
+            f = power - whole
+            p = _f32(1.5403530e-4) * f + _f32(1.3333558e-3)
+            p = p * f + _f32(9.6181291e-3)
+            p = p * f + _f32(5.5504109e-2)
+            p = p * f + _f32(2.4022651e-1)
+            p = p * f + _f32(6.9314718e-1)
+            fraction[i] = p * f + _f32(1.0)
+            exponent[i] = (_i32(whole) + _i32(127)) << _i32(23)
+        scale = exponent.view(_f32)
+        for i in range(inter):
+            out[r, i] = gate[i] / (_f32(1.0) + fraction[i] * scale[i]) * up[i]
+
+
+@compiled
+def sort_by_expert(ids: Array, num_experts: int, source: Array, place: Array, starts: Array) -> None:
+    """Pairs in the order of their experts: source [pairs] the token of each, starts [E + 1] where an expert's begin.
+
+    place [N, k]: where a pair stands in that order; -1 without an expert.
+    """
+    starts[:] = 0
+    for n in range(ids.shape[0]):
+        for j in range(ids.shape[1]):
+            if 0 <= ids[n, j] < num_experts:
+                starts[ids[n, j] + 1] += 1
+    for expert in range(num_experts):
+        starts[expert + 1] += starts[expert]
+    following = starts[:num_experts].copy()
+    for n in range(ids.shape[0]):
+        for j in range(ids.shape[1]):
+            expert = ids[n, j]
+            place[n, j] = -1
+            if 0 <= expert < num_experts:
+                place[n, j], source[following[expert]] = following[expert], n
+                following[expert] += 1
+
+
+@compiled
+def add_weighted(results: Array, place: Array, weights: Array, out: Array) -> None:
+    """out[n] += sum_j weights[n,j] * results[place[n,j]], in the order of j, without the places of -1."""
+    for n in range(out.shape[0]):
+        for j in range(place.shape[1]):
+            if place[n, j] >= 0:
+                weight, row = weights[n, j], results[place[n, j]]
+                for d in range(out.shape[1]):
+                    out[n, d] += weight * row[d]
+
+
+@compiled
+def experts(x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, out: Array) -> None:
+    """fused_experts, added to out: gate_up [E, 2I / 32, D, ...] and down [E, D / 32, I, ...] in panels."""
+    num_experts, inter, num_pairs = gate_up.shape[0], down.shape[2], ids.size
+    source, place = np.empty(num_pairs, _i64), np.empty(ids.shape, _i64)
+    starts = np.empty(num_experts + 1, _i64)
+    sort_by_expert(ids, num_experts, source, place, starts)
+    largest = 0
+    for expert in range(num_experts):
+        largest = max(largest, starts[expert + 1] - starts[expert])
+    rows, projected = np.empty((largest, x.shape[1]), _f32), np.empty((largest, 2 * inter), _f32)
+    hidden, results = np.empty((largest, inter), _f32), np.empty((num_pairs, x.shape[1]), _f32)
+    for expert in range(num_experts):
+        first = starts[expert]
+        count = starts[expert + 1] - first
+        if count == 0:
+            continue
+        for i in range(count):
+            rows[i] = x[source[first + i]]
+        product(rows[:count], gate_up[expert], projected[:count])
+        silu_and_mul(projected[:count], hidden[:count])
+        product(hidden[:count], down[expert], results[first : first + count])
+    add_weighted(results, place, weights, out)
