@@ -43,11 +43,13 @@ def add_comparisons(group: argparse._ArgumentGroup) -> None:
         "--compare", choices=["transformers"], help="beside transformers' generate on the same checkpoint"
     )
     kinds.add_argument("--engine", type=words, metavar="PART,...",
-                       help="rates, offline, mixed: the engine alone with random weights of --shape")  # fmt: skip
+                       help="start, rates, offline, mixed: the engine alone, random weights of --shape")  # fmt: skip
     kinds.add_argument(
         "--http", action="store_true", help="the engine alone beside the same engine through Serve and HTTP"
     )
-    group.add_argument("--shape", default="deepseek-v2-lite", help="of --engine (default: %(default)s)")
+    group.add_argument(
+        "--shape", default="deepseek-v2-lite", help="of --engine, or a checkpoint's folder (default: %(default)s)"
+    )
     group.add_argument("--grid", type=grid, metavar="BxC,...", help="batch x context points of --engine rates")
     group.add_argument("--threads", type=positive_int, help="torch threads of both sides (default: all CPUs)")
     group.add_argument("--streams", type=edges, default=[1, 8], metavar="N,N,...", help="batch sizes (default: 1,8)")

@@ -23,7 +23,7 @@ Measure a server, the engine, or a named scenario.
 
   longspan bench --rate 4 --duration 60            open-loop load on a running server
   longspan bench --compare transformers            the engine beside transformers' generate, in this process
-  longspan bench --engine rates,offline,mixed      the engine alone with random weights of a named shape
+  longspan bench --engine start,rates,...          the engine alone with random weights of a named shape
   longspan bench --http                            through Serve and HTTP, beside the engine alone
   longspan bench scenario NAME                     a named scenario; `longspan bench scenario --help` lists them
 
@@ -166,11 +166,9 @@ def _run_compare(options: argparse.Namespace) -> int:
 
 
 def _run_engine(options: argparse.Namespace) -> int:
-    from app.bench.engine_rates import GRID, engine_rates  # torch
-    from app.config import EngineConfig
+    from app.bench.engine_rates import ENGINE_CONFIG, GRID, engine_rates  # torch
 
-    config = EngineConfig(max_num_seqs=512, max_batched_tokens=16384, max_chunk_tokens=8192, max_waiting_seqs=1024)
-    result = engine_rates(options.shape, config, options.engine, options.grid or GRID, _say)
+    result = engine_rates(options.shape, ENGINE_CONFIG, options.engine, options.grid or GRID, _say)
     return _keep("engine", options.json, result)
 
 

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import torch
 
+from app.bench.engine_start import start_times
 from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.loading import build_engine, is_batch_invariant
 from app.errors import ConfigError
 from app.model.config import ModelConfig
 from app.model.transformer import Transformer
-from app.model.weights import random_weights
+from app.model.weights import ModelWeights, random_weights
 from app.protocol import GenerateRequest, SamplingParams
 
 # Architecture figures of public checkpoints; weights are drawn from N(0, 0.02).
@@ -66,7 +67,9 @@ class MixedLoad:
 
 
 def shape_config(name: str) -> ModelConfig:
-    """The architecture of SHAPES[name]. Raises KeyError on an unknown name."""
+    """The architecture of SHAPES[name], or of the checkpoint in the folder `name`. Raises KeyError on neither."""
+    if name not in SHAPES and Path(name).is_dir():
+        return ModelConfig.from_folder(name)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SHAPES[name]))
         return ModelConfig.from_folder(folder)
@@ -76,7 +79,11 @@ def random_engine(model_config: ModelConfig, config: EngineConfig) -> Engine:
     """An engine around random weights: on CUDA in bfloat16 where there is a device, else on CPU in float32."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    weights = random_weights(model_config, seed=0, dtype=dtype, device=device)
+    return engine_around(random_weights(model_config, seed=0, dtype=dtype, device=device), model_config, config)
+
+
+def engine_around(weights: ModelWeights, model_config: ModelConfig, config: EngineConfig) -> Engine:
+    device, dtype = weights.embedding.device, weights.embedding.dtype
     absorbed = is_batch_invariant(config, device, dtype)
     model = Transformer(model_config, weights, device=device, dtype=dtype, absorbed_prefill=absorbed)
     return build_engine(model, model_config, config, device=device, dtype=dtype, version="random")
@@ -180,7 +187,8 @@ def _percentile(values: Seq[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * q / 100))]
 
 
-PARTS = ("rates", "offline", "mixed")
+PARTS = ("start", "rates", "offline", "mixed")
+ENGINE_CONFIG = EngineConfig(max_num_seqs=512, max_batched_tokens=16384, max_chunk_tokens=8192, max_waiting_seqs=1024)
 GRID = ((1, 1024), (1, 32768), (1, 131072), (32, 1024), (128, 1024), (32, 8192), (128, 8192), (16, 32768))
 
 
@@ -191,14 +199,18 @@ def engine_rates(
 
     Raises ConfigError on an unknown shape or part.
     """
-    if shape not in SHAPES:
+    if shape not in SHAPES and not Path(shape).is_dir():
         raise ConfigError(f"--shape: {shape} is not one of {', '.join(SHAPES)}", field="--shape")
     if unknown := sorted(set(parts) - set(PARTS)):
         raise ConfigError(f"--engine: {unknown[0]} is not one of {', '.join(PARTS)}", field="--engine")
+    result: dict[str, object] = {"shape": shape, "device": _device_name(), "torch": torch.__version__}
+    if "start" in parts:  # before this process takes the device's memory
+        result["start"] = start_times(shape, report)
+        if len(parts) == 1:
+            return result
     start = time.perf_counter()
     engine = random_engine(shape_config(shape), config)
     report(f"{shape}: weights and cache in {time.perf_counter() - start:.1f} s, {engine.stats().num_blocks} blocks")
-    result: dict[str, object] = {"shape": shape, "device": _device_name(), "torch": torch.__version__}
     if "rates" in parts:
         result["rates"] = [asdict(_warm_measure(engine, batch, context, report)) for batch, context in grid]
     if "offline" in parts:
