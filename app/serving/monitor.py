@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import ray
+from ray.util.placement_group import placement_group_table
+
 from app.protocol import EngineStats
+from app.serving.placement import nodes_of, waiting_groups
 from app.serving.routing import PoolLimits, PoolName
+
+logger = logging.getLogger("ray.serve")
 
 STALE_AFTER_S = 10.0
 
@@ -61,11 +68,19 @@ class Monitor:
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
         self._routers: dict[str, tuple[float, RouterReport]] = {}
         self._limits: dict[PoolName, PoolLimits] = {}
+        self._waiting: set[str] = set()
 
     def report(self, report: ReplicaReport) -> None:
         # Age counts from arrival: the sender's clock may differ.
         self._reports[report.replica_id] = (time.monotonic(), report)
         self._limits[report.pool] = report.limits
+
+    def check_health(self) -> None:
+        """Asked by Serve now and then: the moment to log which replicas find no room, as they cannot say it."""
+        lines = set(waiting_groups(placement_group_table(), nodes_of(ray.nodes())))  # type: ignore[no-untyped-call]
+        for line in lines & self._waiting:  # twice in a row: not one that is just being placed
+            logger.warning(line)
+        self._waiting = lines
 
     def exchange(self, report: RouterReport) -> VersionSnapshot:
         """Take a router's report and give it the snapshot: one call a second instead of two."""
