@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ SINGLE_FILE = "model.safetensors"
 _MANIFEST_SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".tiktoken"}
 _MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
 _SCALE_SUFFIX = "_scale_inv"
+Restore = Callable[[torch.Tensor], torch.Tensor]
 
 
 def checkpoint_digest(folder: str | Path, *, expected: str | None = None) -> str:
@@ -45,8 +47,8 @@ def checkpoint_digest(folder: str | Path, *, expected: str | None = None) -> str
     return digest
 
 
-def verify_manifest(folder: str | Path) -> None:
-    """Hash the files and compare them with the folder's manifest, if it has one.
+def verify_manifest(folder: str | Path, *, part: int = 0, num_parts: int = 1) -> None:
+    """Hash the files, or every `num_parts`-th, and compare them with the folder's manifest, if it has one.
 
     Raises CheckpointError on a missing or changed file, or a shard that the manifest leaves out.
     """
@@ -54,7 +56,7 @@ def verify_manifest(folder: str | Path) -> None:
     manifest = _read_manifest(folder)
     if manifest is None:
         return
-    for name, actual in _hash_files(folder, sorted(manifest)).items():
+    for name, actual in _hash_files(folder, sorted(manifest)[part::num_parts]).items():
         if actual != manifest[name]:
             raise CheckpointError(f"sha256 is {actual}, {MANIFEST_FILE} has {manifest[name]}", file=str(folder / name))
     for path in sorted(folder.glob("*.safetensors")):
@@ -97,8 +99,25 @@ def _hash_files(folder: Path, names: list[str]) -> dict[str, str]:
         return dict(zip(names, pool.map(hash_file, names), strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of one dimension of a stored tensor."""
+
+    total: int  # the dimension's size in the file
+    start: int
+    count: int
+
+    @classmethod
+    def whole(cls, total: int) -> Span:
+        return cls(total, 0, total)
+
+    @property
+    def indices(self) -> slice:
+        return slice(self.start, self.start + self.count)
+
+
 class Checkpoint:
-    """The tensors of a folder by name. Opening reads the headers only; `fill` reads one tensor, once.
+    """The tensors of a folder by name. Opening reads the headers only; `fill` reads one tensor, or a part of it.
 
     What goes to a CUDA device is read by several threads at a time, straight into pinned memory and from there to its
     place: `fill` returns at once, and `flush` when all of it has been enqueued on the device.
@@ -123,35 +142,33 @@ class Checkpoint:
                 )
             self._files[name] = folder / file
         self._unread = set(self._files)
+        self.bytes_read = 0  # or asked for, where `flush` has yet to wait
         self._offsets = {path: data_offsets(path) for path in self._shards}
         self._uploader = Uploader(num_readers)
 
-    def fill(self, name: str, destination: torch.Tensor) -> None:
+    def fill(self, name: str, destination: torch.Tensor, spans: Sequence[Span] = ()) -> None:
         """Copy the tensor into `destination`, converting its dtype, device and FP8 blocks.
 
+        spans: one per dimension, if the destination is a part of the tensor; nothing else is read then
         Raises CheckpointError if the tensor is missing, has another shape, or cannot be read; on a CUDA device an
         error of the reading itself comes out of `flush`.
         """
-        tensor = self._read(name)
+        spans = spans or [Span.whole(size) for size in destination.shape]
+        tensor = self._read(name, spans)
         file = str(self._files[name])
-        if tensor.shape != destination.shape:
-            problem = f"expected shape {list(destination.shape)}, got {list(tensor.shape)}"
-            raise CheckpointError(problem, file=file, tensor=name)
-        scales = None
+        restore: Restore | None = None
         if tensor.dtype == torch.float8_e4m3fn and destination.dtype != torch.float8_e4m3fn:
-            scales = self._read(name + _SCALE_SUFFIX)
-            blocks = [-(-size // FP8_BLOCK) for size in tensor.shape]
-            if list(scales.shape) != blocks:
-                problem = f"expected shape {blocks}, got {list(scales.shape)}"
-                raise CheckpointError(problem, file=file, tensor=name + _SCALE_SUFFIX)
+            scales = self._read(name + _SCALE_SUFFIX, [_covering_blocks(span) for span in spans])
+            skipped = [span.start % FP8_BLOCK for span in spans]
+            restore = partial(dequantize_blocks, scales=scales, skipped=skipped)
         elif tensor.dtype != destination.dtype and min(tensor.element_size(), destination.element_size()) == 1:
             raise CheckpointError(f"dtype {tensor.dtype} is not supported here", file=file, tensor=name)
         elif not tensor.dtype.is_floating_point:
             raise CheckpointError(f"dtype {tensor.dtype} is not supported", file=file, tensor=name)
         if destination.is_cuda:
-            self._uploader.submit(partial(self._upload, name, tensor, scales, destination))
+            self._uploader.submit(partial(self._upload, name, tensor, restore, destination))
         else:
-            destination.copy_(tensor if scales is None else dequantize_blocks(tensor, scales))
+            destination.copy_(restore(tensor) if restore else tensor)
 
     def flush(self) -> None:
         """Wait for the reads of `fill`. Raises the first CheckpointError among them."""
@@ -164,18 +181,20 @@ class Checkpoint:
         """End the readers, whatever was pending."""
         self._uploader.close()
 
-    def _upload(self, name: str, tensor: torch.Tensor, scales: torch.Tensor | None, destination: torch.Tensor) -> None:
+    def _upload(self, name: str, tensor: torch.Tensor, restore: Restore | None, destination: torch.Tensor) -> None:
         """Runs in a reader's thread."""
         path = self._files[name]
         is_direct = tensor.dtype == destination.dtype and destination.is_contiguous()
-        raw = destination if is_direct else torch.empty_like(tensor, device=destination.device)
+        raw = destination if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=destination.device)
+        start = self._offsets[path][name] + int(tensor.storage_offset()) * tensor.element_size()
         try:
             with torch.cuda.device(destination.device):
-                self._uploader.read(path, self._offsets[path][name], raw)
-                if scales is not None:
-                    destination.copy_(dequantize_blocks(raw, scales.to(destination.device)))
-                elif not is_direct:
-                    destination.copy_(raw)
+                if tensor.is_contiguous():
+                    self._uploader.read(path, start, raw)
+                else:  # columns of a matrix, out of the memory map
+                    raw.copy_(tensor)
+                if raw is not destination:
+                    destination.copy_(restore(raw) if restore else raw)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"cannot be read ({error})", file=str(path), tensor=name) from None
 
@@ -188,23 +207,37 @@ class Checkpoint:
             others = f" (and {len(unexpected) - 1} more)" if len(unexpected) > 1 else ""
             raise CheckpointError(f"is unexpected{others}", file=str(self._files[unexpected[0]]), tensor=unexpected[0])
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read(self, name: str, spans: Sequence[Span]) -> torch.Tensor:
         path = self._files.get(name)
         if path is None:
             raise CheckpointError("is missing", file=str(self.source), tensor=name)
         self._unread.discard(name)
         try:
-            tensor: torch.Tensor = self._shards[path].get_tensor(name)
+            stored = self._shards[path].get_slice(name)
+            shape, expected = stored.get_shape(), [span.total for span in spans]
+            if shape != expected:
+                raise CheckpointError(f"expected shape {expected}, got {shape}", file=str(path), tensor=name)
+            tensor: torch.Tensor = stored[tuple(span.indices for span in spans)]
         except (SafetensorError, RuntimeError) as error:
             raise CheckpointError(f"cannot be read ({error})", file=str(path), tensor=name) from None
+        self.bytes_read += tensor.nbytes
         return tensor
 
 
-def dequantize_blocks(tensor: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """FP8 e4m3 [M, N] with one scale per 128x128 block, [ceil(M/128), ceil(N/128)] -> fp32 [M, N]."""
-    rows, columns = tensor.shape
-    by_row = scales.float().repeat_interleave(FP8_BLOCK, dim=0)[:rows]
-    return tensor.float().mul_(by_row.repeat_interleave(FP8_BLOCK, dim=1)[:, :columns])
+def _covering_blocks(span: Span) -> Span:
+    """The scales of a span, along its dimension."""
+    first, end = span.start // FP8_BLOCK, -(-(span.start + span.count) // FP8_BLOCK)
+    return Span(-(-span.total // FP8_BLOCK), first, end - first)
+
+
+def dequantize_blocks(tensor: torch.Tensor, scales: torch.Tensor, skipped: Sequence[int] = (0, 0)) -> torch.Tensor:
+    """FP8 e4m3 [M, N] with one scale per 128x128 block, on any device -> fp32 [M, N].
+
+    skipped: rows and columns of the first blocks that lie before the tensor's own, if it is a part of a larger one
+    """
+    (rows, columns), (top, left) = tensor.shape, skipped
+    by_row = scales.to(tensor.device).float().repeat_interleave(FP8_BLOCK, dim=0)[top : top + rows]
+    return tensor.float().mul_(by_row.repeat_interleave(FP8_BLOCK, dim=1)[:, left : left + columns])
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -16,6 +16,7 @@ from app.model.checkpoint import (
     INDEX_FILE,
     MANIFEST_FILE,
     Checkpoint,
+    Span,
     checkpoint_digest,
     dequantize_blocks,
     verify_manifest,
@@ -171,3 +172,29 @@ def test_a_malformed_manifest_is_named(sharded: Path, line: str) -> None:
     with pytest.raises(CheckpointError, match="line 1") as error:
         checkpoint_digest(sharded)
     assert error.value.file == str(sharded / MANIFEST_FILE)
+
+
+def test_a_part_of_a_tensor_is_what_slicing_gives(tmp_path: Path) -> None:
+    whole = torch.arange(60.0).view(6, 10)
+    save_file({"a": whole}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    part = torch.empty(2, 3)
+    checkpoint.fill("a", part, (Span(6, 3, 2), Span(10, 4, 3)))
+    assert torch.equal(part, whole[3:5, 4:7])
+    assert checkpoint.bytes_read == part.nbytes
+    with pytest.raises(CheckpointError, match=r"expected shape \[7, 10\], got \[6, 10\]"):
+        checkpoint.fill("a", part, (Span(7, 3, 2), Span(10, 4, 3)))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [((0, 300), (0, 200)), ((100, 60), (127, 2)), ((256, 44), (130, 70))])
+def test_a_part_of_an_fp8_tensor_takes_the_scales_of_its_place(
+    tmp_path: Path, rows: tuple[int, int], columns: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    scales = torch.rand(3, 2)
+    stored = {"a": torch.randn(300, 200).to(torch.float8_e4m3fn), "a_scale_inv": scales}
+    save_file(stored, tmp_path / "model.safetensors")
+    whole, part = torch.empty(300, 200), torch.empty(rows[1], columns[1])
+    Checkpoint(tmp_path).fill("a", whole)
+    Checkpoint(tmp_path).fill("a", part, (Span(300, *rows), Span(200, *columns)))
+    assert torch.equal(part, whole[rows[0] : sum(rows), columns[0] : sum(columns)])
