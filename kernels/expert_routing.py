@@ -18,6 +18,7 @@ GroupScore = Literal["max", "top2_sum"]
 def route_experts_reference(
     logits: torch.Tensor, bias: torch.Tensor | None, *, top_k: int, num_groups: int, top_groups: int,
     scoring: Scoring, group_score: GroupScore, normalize: bool, scale: float, num_shared: int = 0,
+    slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The definition."""
     if scoring == "softmax":
@@ -36,12 +37,14 @@ def route_experts_reference(
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     ids, weights = ids.int(), weights * scale if scale != 1.0 else weights
-    if num_shared == 0:
-        return ids, weights
-    num_tokens, num_experts = logits.shape
-    shared = torch.arange(num_experts, num_experts + num_shared, dtype=torch.int32, device=logits.device)
-    ids = torch.cat([ids, shared.expand(num_tokens, -1)], dim=1)
-    return ids, torch.nn.functional.pad(weights, (0, num_shared), value=1.0)
+    if num_shared:
+        num_tokens, num_experts = logits.shape
+        shared = torch.arange(num_experts, num_experts + num_shared, dtype=torch.int32, device=logits.device)
+        ids = torch.cat([ids, shared.expand(num_tokens, -1)], dim=1)
+        weights = torch.nn.functional.pad(weights, (0, num_shared), value=1.0)
+    if slots is not None:
+        ids[slots < 0] = -1
+    return ids, weights
 
 
 def _top(values: torch.Tensor, k: int) -> torch.Tensor:
@@ -52,6 +55,7 @@ def _top(values: torch.Tensor, k: int) -> torch.Tensor:
 def _cpu_route(
     logits: torch.Tensor, bias: torch.Tensor | None, *, top_k: int, num_groups: int, top_groups: int,
     scoring: Scoring, group_score: GroupScore, normalize: bool, scale: float, num_shared: int,
+    slots: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, top_k + num_shared, dtype=torch.int32)
@@ -63,15 +67,18 @@ def _cpu_route(
         logits.numpy(), bias.numpy(), scoring == "softmax", num_groups, top_groups, group_score == "top2_sum",
         normalize, scale, top_k, ids.numpy(), weights.numpy(),
     )  # fmt: skip
+    if slots is not None:
+        ids.numpy()[slots.numpy() < 0] = -1
     return ids, weights
 
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, scale,
+    logits_ptr, bias_ptr, slots_ptr, ids_ptr, weights_ptr, scale,
     E: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
     K: tl.constexpr, SHARED: tl.constexpr, BLOCK_K: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SOFTMAX: tl.constexpr, TOP2_SUM: tl.constexpr, NORMALIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr, SOFTMAX: tl.constexpr, TOP2_SUM: tl.constexpr,
+    NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """One token per program; its experts as a [groups, group size] tile, both padded to powers of two."""
     LOWEST: tl.constexpr = -3.4028234663852886e38  # of what may still be chosen; chosen and padding are -inf
@@ -118,6 +125,8 @@ def _route_kernel(
     if NORMALIZE:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
     ids = tl.where(slot < K, ids, E + slot - K)
+    if HAS_SLOTS:
+        ids = tl.where(tl.load(slots_ptr + row) < 0, -1, ids)
     weights = tl.where(slot < K, weights * scale, 1.0)
     tl.store(ids_ptr + row * (K + SHARED) + slot, ids, mask=slot < K + SHARED)
     tl.store(weights_ptr + row * (K + SHARED) + slot, weights, mask=slot < K + SHARED)
@@ -126,7 +135,7 @@ def _route_kernel(
 def route_experts(
     logits: torch.Tensor, bias: torch.Tensor | None, *, top_k: int, num_groups: int, top_groups: int,
     scoring: Scoring, group_score: GroupScore, normalize: bool, scale: float, num_shared: int = 0,
-    backend: Backend | None = None,
+    slots: torch.Tensor | None = None, backend: Backend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Choose top_k experts per token on score + bias; weigh them by the score alone.
 
@@ -139,6 +148,7 @@ def route_experts(
         bias:       [E] fp32, or None
         num_groups: divides E; 1 means no groups, and top_groups is ignored
         num_shared: experts E, E + 1, ... that every token passes with weight 1, named after the chosen ones
+        slots:      [N] int64, or None; a row whose slot is negative is padding and gets -1 for every expert
     Returns: ids [N, top_k + num_shared] int32, best choice first, and weights [N, top_k + num_shared] fp32.
         Ties go to the lower group and the lower expert id. A row does not depend on the others.
     Raises:  ValueError on shape, dtype, or a top_k that the kept groups cannot fill
@@ -153,6 +163,9 @@ def route_experts(
     if bias is not None:
         check_shape("bias", bias, (num_experts,))
         check_dtype("bias", bias, torch.float32)
+    if slots is not None:
+        check_shape("slots", slots, (logits.shape[0],))
+        check_dtype("slots", slots, torch.int64)
     if num_groups < 1 or num_experts % num_groups:
         raise ValueError(f"num_groups: must divide the {num_experts} experts, got {num_groups}")
     group_size = num_experts // num_groups
@@ -167,17 +180,18 @@ def route_experts(
         return _cpu_route(
             logits, bias, top_k=top_k, num_groups=num_groups, top_groups=top_groups,
             scoring=scoring, group_score=group_score, normalize=normalize, scale=scale, num_shared=num_shared,
+            slots=slots,
         )  # fmt: skip
     num_tokens, num_chosen = logits.shape[0], top_k + num_shared
     ids = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=logits.device)
     if num_tokens:
         _route_kernel[(num_tokens,)](
-            logits, bias, ids, weights, scale,
+            logits, bias, slots, ids, weights, scale,
             E=num_experts, G=num_groups, S=group_size,
             BLOCK_G=triton.next_power_of_2(num_groups), BLOCK_S=triton.next_power_of_2(group_size),
             K=top_k, SHARED=num_shared, BLOCK_K=triton.next_power_of_2(num_chosen), TOP_GROUPS=top_groups,
-            HAS_BIAS=bias is not None, SOFTMAX=scoring == "softmax", TOP2_SUM=group_score == "top2_sum",
-            NORMALIZE=normalize, num_warps=1,
+            HAS_BIAS=bias is not None, HAS_SLOTS=slots is not None, SOFTMAX=scoring == "softmax",
+            TOP2_SUM=group_score == "top2_sum", NORMALIZE=normalize, num_warps=1,
         )  # fmt: skip
     return ids, weights

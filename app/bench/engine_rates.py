@@ -47,7 +47,8 @@ SHAPES: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One point of the grid. Times are host wall clock of whole engine steps, scheduling and sampling included."""
+    """One point of the grid. Times are host wall clock of whole engine steps, scheduling and sampling included, with
+    every graph captured beforehand, as an engine does while it has nothing to do."""
 
     batch: int
     context: int
@@ -210,7 +211,9 @@ def engine_rates(
             return result
     start = time.perf_counter()
     engine = random_engine(shape_config(shape), config)
-    report(f"{shape}: weights and cache in {time.perf_counter() - start:.1f} s, {engine.stats().num_blocks} blocks")
+    engine.warm_up(is_complete=True)
+    elapsed_s = time.perf_counter() - start
+    report(f"{shape}: weights, cache and graphs in {elapsed_s:.1f} s, {engine.stats().num_blocks} blocks")
     if "rates" in parts:
         result["rates"] = [asdict(_warm_measure(engine, batch, context, report)) for batch, context in grid]
     if "offline" in parts:
@@ -227,7 +230,7 @@ def _device_name() -> str:
 
 
 def _warm_measure(engine: Engine, batch: int, context: int, report: Callable[[str], None]) -> Rate:
-    measure(engine, batch, min(context, 300), decode_steps=4)  # compiles kernels, captures this batch size's graph
+    measure(engine, batch, min(context, 300), decode_steps=4)  # compiles the kernels of steps without a graph
     rate = measure(engine, batch, context)
     report(
         f"{batch:4d} x {context:6d}: TPOT {rate.tpot_ms:7.2f} ms (p90 {rate.tpot_p90_ms:.2f}), "
@@ -241,8 +244,9 @@ def _mixed(engine: Engine, report: Callable[[str], None]) -> dict[str, object]:
     runs: dict[str, object] = {}
     engine.start()
     try:
-        asyncio.run(load(seconds=2.0, long_tokens=0))
+        asyncio.run(load(seconds=2.0, long_tokens=16384))
         for name, long_tokens in (("alone", 0), ("beside 64k prompts", 65536)):
+            engine.reset()  # the runs' prompts are the same, and none may find its prefix cached
             runs[name] = asdict(asyncio.run(load(seconds=20.0, long_tokens=long_tokens)))
             report(f"shorts {name}: {json.dumps(runs[name])}")
     finally:

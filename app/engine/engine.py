@@ -115,11 +115,7 @@ class Engine:
 
     def _run(self) -> None:
         failures = 0
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._scheduler.has_work or self._stopping)
-                if self._stopping:
-                    return
+        while self._await_work():
             try:
                 self._deliver(self.step())
                 failures = 0
@@ -133,6 +129,17 @@ class Engine:
                 if failures == MAX_FAILED_STEPS:
                     self.fail(f"{MAX_FAILED_STEPS} engine steps in a row failed, last: {type(error).__name__}: {error}")
                     return
+
+    def _await_work(self) -> bool:
+        """Prepare the runner while there is nothing to do; False once the engine is to stop."""
+        is_prepared = False
+        while True:
+            with self._changed:
+                if is_prepared:
+                    self._changed.wait_for(lambda: self._scheduler.has_work or self._stopping)
+                if self._scheduler.has_work or self._stopping:
+                    return not self._stopping
+            is_prepared = not self._runner.capture_next()
 
     def _fail(self, request_ids: Iterable[str], message: str) -> None:
         """End these requests with an error, and every stream whose last chunk a failing step may have swallowed."""
@@ -167,6 +174,12 @@ class Engine:
     def has_work(self) -> bool:
         with self._changed:
             return self._scheduler.has_work
+
+    def warm_up(self, *, is_complete: bool = False) -> None:
+        """Prepare what every step needs at least, or all there is: for an engine whose thread has not started."""
+        self._runner.warm_up()
+        while is_complete and self._runner.capture_next():
+            pass
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="longspan-engine", daemon=True)

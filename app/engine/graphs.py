@@ -1,126 +1,139 @@
-"""Decode steps as CUDA graphs: one per padded batch size, captured the first time that size is needed.
+"""Steps as CUDA graphs: decodes over padded batch sizes, and steps with prompts of up to 1,024 tokens in all.
 
-A replay reads the same device buffers every time; a step fills them with two copies from pinned memory:
-
-    words64 | token_ids: B | positions: B | slots: B |
-    words32 | context_lens: B | block_tables: B x max_blocks |
-
-Padding rows have slot -1 and context 0: they write nothing, attend to nothing and meet no expert.
+The engine's thread captures them: the largest of both kinds at the start, the others while there is nothing to do,
+those first that steps would have used. Until its graph is there, a step takes the next larger one or runs eagerly.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import logging
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from app.engine.batch import Batch
 from app.engine.plan import StepPlan
+from app.engine.step_buffers import StepBuffers, StepShape, context_products, first_holding
 from app.model.inputs import ModelInput
 from app.model.transformer import Transformer
 
+logger = logging.getLogger(__name__)
 SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32)
 LARGE_STEP = 32
-EMPTY_PLAN = StepPlan.of(Batch((), (), ()))
+PROMPT_ROWS = (64, 128, 256, 512, 1024)
+MAX_PROMPT_SEQS = 128
+# Latent attention reads the context once for every new token. Past so many products that takes longer than launching
+# a step of expanded keys and values kernel by kernel.
+MAX_CONTEXT_PRODUCTS = 2**20
+MAX_MISSES = 32  # steps in a larger graph or without one; then the graph is captured under load
+EMPTY_PLAN = StepPlan(
+    num_new_tokens=np.empty(0, dtype=np.int32),
+    context_lens=np.empty(0, dtype=np.int32),
+    token_ids=np.empty(0, dtype=np.int32),
+    block_tables=np.empty((0, 0), dtype=np.int32),
+    is_ahead=False,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: ModelInput  # a replay reads its tensors
-    logits: torch.Tensor  # [B, vocab]
+    logits: torch.Tensor  # [S, vocab]
 
 
-class DecodeGraphs:
-    def __init__(self, model: Transformer, cache: torch.Tensor, *, max_num_seqs: int, max_model_len: int) -> None:
+class StepGraphs:
+    def __init__(
+        self, model: Transformer, cache: torch.Tensor, *, max_num_seqs: int, max_model_len: int, max_batched_tokens: int
+    ) -> None:
         """cache: [num_layers, num_blocks, block_size, cache_dim] on a CUDA device."""
         self._model, self._cache = model, cache
-        self._block_size = cache.shape[2]
-        self._max_blocks = -(-max_model_len // self._block_size)
-        self._sizes = batch_sizes(max_num_seqs)
-        largest = self._sizes[-1]
-        self._host64 = torch.empty(3 * largest, dtype=torch.int64, pin_memory=True)
-        self._host32 = torch.empty(largest * (1 + self._max_blocks), dtype=torch.int32, pin_memory=True)
-        self._device64 = torch.empty_like(self._host64, device=cache.device)
-        self._device32 = torch.empty_like(self._host32, device=cache.device)
-        self._copied = torch.cuda.Event()
-        self._graphs: dict[int, _Graph] = {}
+        self._decodes = tuple(StepShape(size, size) for size in batch_sizes(max_num_seqs))
+        self._prompts = prompt_shapes(max_num_seqs, max_batched_tokens)
+        shapes = self._decodes + self._prompts
+        self._buffers = StepBuffers(
+            max(shape.num_rows for shape in shapes),
+            max(shape.num_seqs for shape in shapes),
+            max_blocks=-(-max_model_len // cache.shape[2]),
+            block_size=cache.shape[2],
+            device=cache.device,
+        )
+        self._graphs: dict[StepShape, _Graph] = {}
+        self._misses: Counter[StepShape] = Counter()
+        self._can_capture = True
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture_all(self) -> None:
-        """Capture every size, the largest first, so that the smaller ones share its memory."""
-        for size in reversed(self._sizes):
-            self._fill(EMPTY_PLAN, size)
-            self._capture(size)
-
-    def forward(self, plan: StepPlan, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """One token for each sequence -> logits [num_sequences, vocab] fp32, overwritten by the next call.
+    def forward(self, plan: StepPlan, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Logits [num_sequences, vocab] fp32, overwritten by the next call; None: no graph serves this step.
 
         previous_token_ids: what the step before sampled, if the plan's tokens are not on the host yet
         """
-        count = len(plan.num_new_tokens)
-        size = self._sizes[bisect_left(self._sizes, count)]
-        self._fill(plan, size)
+        shape = self._choose(plan)
+        if shape is None:
+            return None
+        self._buffers.fill(plan, shape)
         if previous_token_ids is not None:
-            token_ids = self._device64[:count]
-            token_ids.copy_(previous_token_ids.index_select(0, token_ids))
-        if size not in self._graphs:
-            self._capture(size)
-        entry = self._graphs[size]
+            self._buffers.put_token_ids(previous_token_ids, len(plan.token_ids))
+        entry = self._graphs[shape]
         entry.graph.replay()
-        return entry.logits[:count]
+        return entry.logits[: len(plan.num_new_tokens)]
 
-    def _fill(self, plan: StepPlan, size: int) -> None:
-        self._copied.synchronize()  # the previous step's copies have left the pinned buffers
-        words64, words32 = self._host64.numpy(), self._host32.numpy()
-        token_ids, positions, slots = words64[: 3 * size].reshape(3, size)
-        context_lens, tables = words32[:size], words32[size : size * (1 + self._max_blocks)].reshape(size, -1)
-        count, width = plan.block_tables.shape
-        token_ids[:count] = plan.token_ids
-        positions[:count] = plan.context_lens - 1
-        tables[:count, :width] = plan.block_tables
-        blocks = tables[np.arange(count), positions[:count] // self._block_size]
-        slots[:count] = blocks.astype(np.int64) * self._block_size + positions[:count] % self._block_size
-        context_lens[:count] = plan.context_lens
-        token_ids[count:], positions[count:], slots[count:], context_lens[count:] = 0, 0, -1, 0
-        used32 = size * (1 + self._max_blocks)
-        self._device64[: 3 * size].copy_(self._host64[: 3 * size], non_blocking=True)
-        self._device32[:used32].copy_(self._host32[:used32], non_blocking=True)
-        self._copied.record()
+    def capture_largest(self) -> None:
+        """The ones that every step of their kind fits into: they also take the most memory, which others share."""
+        for shapes in (self._prompts, self._decodes):
+            if shapes and shapes[-1] not in self._graphs:
+                self._capture(shapes[-1])
 
-    def _inputs(self, size: int) -> ModelInput:
-        token_ids, positions, slots = self._device64[: 3 * size].view(3, size)
-        starts = torch.arange(size + 1, dtype=torch.int32, device=self._cache.device)
-        return ModelInput(
-            token_ids=token_ids,
-            positions=positions,
-            slots=slots,
-            query_starts=starts,
-            context_lens=self._device32[:size],
-            block_tables=self._device32[size : size * (1 + self._max_blocks)].view(size, self._max_blocks),
-            logit_rows=starts[:-1].long(),
-            num_decodes=size,
-            host_query_starts=tuple(range(size + 1)),
-            host_context_lens=(0,) * size,  # not known at capture; the decode kernels read them on the device
-        )
+    def capture_next(self) -> bool:
+        """Capture one more graph, the most missed one first; False if none is left to be captured."""
+        missing = [shape for shape in self._decodes + self._prompts if shape not in self._graphs]
+        if not missing or not self._can_capture:
+            return False
+        self._capture(max(missing, key=lambda shape: self._misses[shape]))
+        return True
+
+    def _choose(self, plan: StepPlan) -> StepShape | None:
+        is_decode = len(plan.token_ids) == len(plan.num_new_tokens)
+        shapes = self._decodes if is_decode else self._prompts
+        best = first_holding(shapes, plan)
+        if best is None or (not is_decode and context_products(plan) > MAX_CONTEXT_PRODUCTS):
+            return None
+        if best not in self._graphs:
+            self._misses[best] += 1
+            if self._misses[best] >= MAX_MISSES and self._can_capture:
+                self._capture(best)
+        return first_holding(tuple(shape for shape in shapes if shape in self._graphs), plan)
 
     @torch.inference_mode()
-    def _capture(self, size: int) -> None:
-        inputs = self._inputs(size)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # kernels compile and libraries set up outside the capture
-            self._model.forward(inputs, self._cache)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._model.forward(inputs, self._cache)
-        self._graphs[size] = _Graph(graph, inputs, logits)
+    def _capture(self, shape: StepShape) -> None:
+        self._buffers.fill(EMPTY_PLAN, shape)
+        inputs = self._buffers.inputs(shape)
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # kernels compile and libraries set up outside the capture
+                self._model.forward(inputs, self._cache)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                logits = self._model.forward(inputs, self._cache)
+        except torch.cuda.OutOfMemoryError:
+            logger.warning("no memory left for another CUDA graph; steps of %s run without", shape)
+            self._can_capture = False
+            return
+        self._graphs[shape] = _Graph(graph, inputs, logits)
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Padded batch sizes up to the limit: fine steps where padding costs most, coarse ones above."""
     sizes = [size for size in (*SMALL_SIZES, *range(64, max_num_seqs + LARGE_STEP, LARGE_STEP)) if size < max_num_seqs]
     return (*sizes, max_num_seqs)
+
+
+def prompt_shapes(max_num_seqs: int, max_batched_tokens: int) -> tuple[StepShape, ...]:
+    """Padded sizes of steps with prompts, which have two rows or more: no larger than the largest step needs."""
+    needed = next((rows for rows in PROMPT_ROWS if rows >= max_batched_tokens), PROMPT_ROWS[-1])
+    return tuple(
+        StepShape(rows, min(max_num_seqs, MAX_PROMPT_SEQS, rows // 2)) for rows in PROMPT_ROWS if rows <= needed
+    )

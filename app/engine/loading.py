@@ -12,7 +12,7 @@ import triton
 from app.cache.layout import LATENT_BLOCK_SIZE, CacheLayout
 from app.config import EngineConfig, ModelSource
 from app.engine.engine import Engine
-from app.engine.graphs import DecodeGraphs
+from app.engine.graphs import StepGraphs
 from app.engine.runner import Runner
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Limits, Scheduler
@@ -27,6 +27,7 @@ from kernels import native, tuning
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 256 * 2**20
+MAX_STEP_S = {"cpu": 0.2, "cuda": 0.08}
 CUDA_CACHE_SHARE = 0.9  # of the memory free after the weights are loaded
 
 
@@ -52,6 +53,7 @@ def load_engine(source: ModelSource, config: EngineConfig, place: RankPlace | No
         model_config, weights, device=device, dtype=dtype, absorbed_prefill=invariant, backend=config.kernel_backend
     )
     engine = build_engine(model, model_config, config, device=device, dtype=dtype, version=version)
+    engine.warm_up()
     self_test(engine, must_be_invariant=invariant)
     logger.info(
         "engine ready in %.1f s: %s, %s on %s, %d cache blocks",
@@ -90,12 +92,15 @@ def build_engine(
     """An engine around a model in memory."""
     layout = CacheLayout.of(model_config, dtype)
     num_blocks = _num_blocks(config, layout, device)
-    limits = _limits(config, model_config)
+    limits = _limits(config, model_config, device)
     scheduler = Scheduler(limits, layout, num_blocks, version)
     cache = layout.allocate(num_blocks, device)
     graphs = None
     if device.type == "cuda":
-        graphs = DecodeGraphs(model, cache, max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len)
+        graphs = StepGraphs(
+            model, cache, max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len,
+            max_batched_tokens=limits.max_batched_tokens,
+        )  # fmt: skip
     runner = Runner(model, cache, graphs)
     sampler = Sampler(frozenset(model_config.eos_token_ids), config.kernel_backend)
     return Engine(scheduler, runner, sampler, version=version)
@@ -151,7 +156,7 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
+def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> Limits:
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
@@ -166,7 +171,7 @@ def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
         max_batched_tokens=config.max_batched_tokens,
         max_chunk_tokens=min(config.max_chunk_tokens, config.max_batched_tokens),
         max_waiting_seqs=config.max_waiting_seqs,
-        max_step_s=config.max_step_s,
+        max_step_s=config.max_step_s or MAX_STEP_S[device.type],
         max_passed_over_s=config.max_passed_over_s,
         prefix_caching=config.prefix_caching,
         vocab_size=model.vocab_size,

@@ -60,14 +60,14 @@ class StepPlan:
     def num_decodes(self) -> int:
         return int(np.count_nonzero(self.num_new_tokens == 1))
 
-    def split(self) -> tuple[StepPlan, StepPlan]:
-        """The decodes and the rest, as two plans. A plan ahead has decodes only."""
-        at = self.num_decodes
-        parts = [
-            StepPlan(self.num_new_tokens[rows], self.context_lens[rows], tokens, self.block_tables[rows], self.is_ahead)
-            for rows, tokens in ((slice(at), self.token_ids[:at]), (slice(at, None), self.token_ids[at:]))
-        ]
-        return parts[0], parts[1]
+    def rows(self, block_size: int) -> tuple[Words, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Each sequence's first row, the total at the end [num_seqs + 1]; each row's position and cache slot."""
+        starts = np.zeros(len(self.num_new_tokens) + 1, dtype=np.int32)
+        np.cumsum(self.num_new_tokens, out=starts[1:])
+        sequence = np.repeat(np.arange(len(self.num_new_tokens)), self.num_new_tokens)
+        positions = np.arange(len(self.token_ids)) - starts[sequence + 1] + self.context_lens[sequence]
+        blocks = self.block_tables[sequence, positions // block_size].astype(np.int64)
+        return starts, positions, blocks * block_size + positions % block_size
 
     def pack(self) -> Words:
         header = [len(self.num_new_tokens), len(self.token_ids), self.block_tables.shape[1], self.is_ahead]
@@ -91,19 +91,13 @@ def to_model_input(
 
         rows | d0 d1 p0 p0 | p0 p1 p1 pad |      part 0 ends p0 early, part 1 continues it
     """
-    starts = np.zeros(len(plan.num_new_tokens) + 1, dtype=np.int32)
-    np.cumsum(plan.num_new_tokens, out=starts[1:])
-    num_tokens = int(starts[-1])
+    starts, own_positions, own_slots = plan.rows(block_size)
+    num_tokens = len(plan.token_ids)
     size = padded_rows(-(-num_tokens // num_parts))
     token_ids = np.zeros(num_parts * size, dtype=np.int64)
     positions = np.zeros(num_parts * size, dtype=np.int64)
     slots = np.full(num_parts * size, -1, dtype=np.int64)
-    token_ids[:num_tokens] = plan.token_ids
-    sequence = np.repeat(np.arange(len(plan.num_new_tokens)), plan.num_new_tokens)  # of each row
-    place = np.arange(num_tokens) - starts[sequence + 1] + plan.context_lens[sequence]
-    positions[:num_tokens] = place
-    blocks = plan.block_tables[sequence, place // block_size].astype(np.int64)
-    slots[:num_tokens] = blocks * block_size + place % block_size
+    token_ids[:num_tokens], positions[:num_tokens], slots[:num_tokens] = plan.token_ids, own_positions, own_slots
 
     def put(array: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)

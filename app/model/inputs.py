@@ -34,8 +34,10 @@ class ModelInput:
     block_tables: torch.Tensor  # [num_seqs, max_blocks] int32; entries past a sequence's blocks are never read
     logit_rows: torch.Tensor  # [num_seqs] int64: the row of each sequence's last token
     num_decodes: int  # sequences [0, num_decodes) have one query token each
-    host_query_starts: tuple[int, ...]  # the same numbers on the host, so that no kernel launch needs a device sync
-    host_context_lens: tuple[int, ...]
+    # The same numbers on the host, so that no kernel launch needs a device sync. None: the device alone will know them,
+    # when a graph of the step is replayed; launches depend on shapes then, and every row attends in latent space.
+    host_query_starts: tuple[int, ...] | None
+    host_context_lens: tuple[int, ...] | None
     # Set if expert ranks split the step. The other fields then hold this rank's rows, and of sequences what these rows
     # are part of; slots are -1, and logit_rows are [all sequences], -1 where another rank holds the row.
     shared: SharedRows | None = None

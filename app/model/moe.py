@@ -40,8 +40,8 @@ class MixtureOfExperts:
         if not use_triton(weights.gate_up, backend) and CpuExperts.can_hold(weights.gate_up):
             self._experts = CpuExperts(weights.gate_up, weights.down)
 
-    def forward(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """[N, D] -> [N, D]; rows from `num_tokens` on are padding and meet no expert.
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[N, D] -> [N, D]; rows whose slot [N] is -1 are padding and meet no expert.
 
         The router is fp32 whatever the model's dtype: a rounding error there changes which experts run.
         """
@@ -57,10 +57,9 @@ class MixtureOfExperts:
             normalize=config.normalize,
             scale=config.scale,
             num_shared=config.num_shared_experts,
+            slots=slots,
             backend=self._backend,
         )
-        if num_tokens < x.shape[0]:
-            ids[num_tokens:].fill_(-1)
         if isinstance(self._experts, CpuExperts):
             return self._experts.forward(x, ids, expert_weights)
         return fused_experts(x, *self._experts, ids, expert_weights, backend=self._backend)

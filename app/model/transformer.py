@@ -39,7 +39,7 @@ class DecoderLayer:
         x = self._attention.forward(x, step, cache)
         x = add_rms_norm(x, residual, self._post_attention_norm, self._eps, backend=self._backend)
         if isinstance(self._mlp, MixtureOfExperts):
-            return self._mlp.forward(x, step.inputs.host_query_starts[-1])
+            return self._mlp.forward(x, step.inputs.slots)
         return self._mlp.forward(x)
 
 

@@ -45,18 +45,6 @@ def test_rows_are_padded_to_the_row_tile(num_tokens: int, rows: int) -> None:
     assert inputs.slots[num_tokens:].tolist() == [-1] * (rows - num_tokens)
 
 
-def test_split_keeps_the_order() -> None:
-    plan = StepPlan.of(Batch.of([(sequence(11, 2, [0]), 6), (sequence(5, 4, [1]), 1), (sequence(6, 5, [2]), 1)]))
-    decodes, prefills = plan.split()
-    assert (decodes.num_new_tokens.tolist(), prefills.num_new_tokens.tolist()) == ([1, 1], [6])
-    assert (
-        decodes.token_ids.tolist() + prefills.token_ids.tolist()
-        == plan.token_ids.tolist()
-        == [104, 105, *range(102, 108)]
-    )
-    assert decodes.block_tables.tolist() + prefills.block_tables.tolist() == [[1], [2], [0]]
-
-
 def assert_same(a: StepPlan, b: StepPlan) -> None:
     for name in ("num_new_tokens", "context_lens", "token_ids", "block_tables"):
         assert np.array_equal(getattr(a, name), getattr(b, name)), name

@@ -151,3 +151,19 @@ def test_shared_experts_follow_the_chosen_ones_with_weight_one(router: Router, t
     assert with_shared[0].tolist() == [[*row, *shared_ids] for row in ids.tolist()]
     assert_bitwise_equal(with_shared[1][:, : router.top_k].contiguous(), weights)
     assert with_shared[1][:, router.top_k :].tolist() == [[1.0] * 3] * 5
+
+
+def test_padding_rows_get_no_expert(target: Target) -> None:
+    logits, _ = inputs_of(ROUTERS[1], 5, target)
+    slots = target.place(torch.tensor([7, -1, 0, 10**10, -1]))
+    ids, weights = route_experts(
+        logits, None, top_k=2, num_groups=1, top_groups=1, scoring="softmax", group_score="max", normalize=False,
+        scale=1.0, num_shared=1, slots=slots, backend=target.backend,
+    )  # fmt: skip
+    expected, _ = route_experts_reference(
+        logits, None, top_k=2, num_groups=1, top_groups=1, scoring="softmax", group_score="max", normalize=False,
+        scale=1.0, num_shared=1, slots=slots,
+    )  # fmt: skip
+    assert ids.tolist() == expected.tolist()
+    assert [row == [-1, -1, -1] for row in ids.tolist()] == [False, True, False, False, True]
+    assert weights.isfinite().all()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from app.model.inputs import ModelInput
 from app.model.transformer import Transformer
 from tests.checkpoints import FAMILIES, load_oracle, oracle_logits, random_prompt, save_random_checkpoint
 from tests.model.conftest import EMBEDDED, Checkpoint, load_transformer
@@ -66,6 +68,37 @@ def test_a_mixed_step_equals_the_oracle(checkpoint_of: CheckpointOf, family: str
     logits = driver.step({third: 40, first: 1, fourth: 20, second: 1})
     for row, prompt in zip(logits, [prompts[2], prompts[0], prompts[3], prompts[1]], strict=True):
         assert (row - oracle_logits(checkpoint.oracle, prompt)[-1]).abs().max() <= MAX_LOGIT_DIFF
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_step_without_host_lengths_equals_the_oracle(checkpoint_of: CheckpointOf, family: str) -> None:
+    """What a graph is captured from: more rows and sequences than there are, lengths on the device alone."""
+    checkpoint = checkpoint_of(family)
+    driver = PaddedDriver(checkpoint.transformer(absorbed_prefill=False))
+    prompts = [random_prompt(length, seed=length) for length in (65, 130, 40)]
+    first, second, third = (driver.add(prompt) for prompt in prompts)
+    driver.step({first: 64, second: 100})
+    logits = driver.step({first: 1, third: 40, second: 30})
+    for row, prompt in zip(logits, [prompts[0], prompts[2], prompts[1]], strict=True):
+        assert (row - oracle_logits(checkpoint.oracle, prompt)[-1]).abs().max() <= MAX_LOGIT_DIFF
+
+
+class PaddedDriver(Driver):
+    def _inputs(self, ordered: list[int], work: dict[int, int]) -> ModelInput:
+        inputs = super()._inputs(ordered, work)
+        rows, seqs, last = 12, 3, int(inputs.query_starts[-1])
+        pad = torch.nn.functional.pad
+        return replace(
+            inputs,
+            token_ids=pad(inputs.token_ids, (0, rows)),
+            positions=pad(inputs.positions, (0, rows)),
+            slots=pad(inputs.slots, (0, rows), value=-1),
+            query_starts=pad(inputs.query_starts, (0, seqs), value=last),
+            context_lens=pad(inputs.context_lens, (0, seqs)),
+            block_tables=pad(inputs.block_tables, (0, 2, 0, seqs), value=10**6),
+            host_query_starts=None,
+            host_context_lens=None,
+        )
 
 
 @pytest.mark.parametrize(

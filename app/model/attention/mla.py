@@ -82,6 +82,8 @@ class ExpandedRows:
 
     @classmethod
     def of(cls, inputs: ModelInput) -> ExpandedRows:
+        if inputs.host_query_starts is None or inputs.host_context_lens is None:
+            raise ValueError("inputs: expanded rows need their lengths on the host")
         first = inputs.num_decodes
         context_lens = inputs.context_lens[first:]
         starts, lens = inputs.host_query_starts[first:], inputs.host_context_lens[first:]
@@ -108,9 +110,9 @@ class AttentionStep:
     def of(
         cls, inputs: ModelInput, *, absorbed_prefill: bool, num_heads: int, block_size: int, backend: Backend | None
     ) -> AttentionStep:
-        num_rows, num_seqs = inputs.token_ids.shape[0], len(inputs.host_context_lens)
+        num_rows, num_seqs = inputs.token_ids.shape[0], inputs.context_lens.shape[0]
         expanded = None
-        if not absorbed_prefill and inputs.num_decodes < num_seqs:
+        if not absorbed_prefill and inputs.host_context_lens is not None and inputs.num_decodes < num_seqs:
             expanded = ExpandedRows.of(inputs)
             num_rows = num_seqs = inputs.num_decodes
         absorbed = None

@@ -1,0 +1,111 @@
+"""The device buffers that a graphed step is laid out in: a replay reads the same addresses every time.
+
+A step fills them with two copies from pinned memory, N rows and S sequences of the graph's size, W blocks at most:
+
+    words64 | token_ids: N | positions: N | slots: N | logit_rows: S |
+    words32 | context_lens: S | query_starts: S + 1 | block_tables: S x W |
+
+Padding rows have slot -1 and padding sequences no rows and no context: they write nothing, attend to nothing and meet
+no expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from app.engine.plan import StepPlan
+from app.model.inputs import ModelInput
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepShape:
+    """The padded size of a step. As many sequences as rows: a step of decodes, row i belongs to sequence i."""
+
+    num_rows: int
+    num_seqs: int
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_rows == self.num_seqs
+
+    def holds(self, plan: StepPlan) -> bool:
+        return len(plan.token_ids) <= self.num_rows and len(plan.num_new_tokens) <= self.num_seqs
+
+
+class StepBuffers:
+    def __init__(self, max_rows: int, max_seqs: int, *, max_blocks: int, block_size: int, device: torch.device) -> None:
+        self._max_blocks, self._block_size, self._device = max_blocks, block_size, device
+        is_cuda = device.type == "cuda"
+        self._host64 = torch.zeros(3 * max_rows + max_seqs, dtype=torch.int64, pin_memory=is_cuda)
+        self._host32 = torch.zeros(max_seqs * (2 + max_blocks) + 1, dtype=torch.int32, pin_memory=is_cuda)
+        self._device64 = torch.zeros_like(self._host64, device=device)
+        self._device32 = torch.zeros_like(self._host32, device=device)
+        self._copied = torch.cuda.Event() if is_cuda else None
+
+    def fill(self, plan: StepPlan, shape: StepShape) -> None:
+        """Lay `plan` out, which `shape` holds, and start its copy to the device."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the previous step's copies have left the pinned buffers
+        token_ids, positions, slots, logit_rows = self._parts64(self._host64, shape)
+        context_lens, query_starts, tables = self._parts32(self._host32, shape)
+        starts, places, own_slots = plan.rows(self._block_size)
+        num_tokens, (num_seqs, width) = len(plan.token_ids), plan.block_tables.shape
+        for target, values, padding in (
+            (token_ids, plan.token_ids, 0), (positions, places, 0), (slots, own_slots, -1),
+            (logit_rows, starts[1:] - 1, 0), (context_lens, plan.context_lens, 0), (query_starts, starts, num_tokens),
+        ):  # fmt: skip
+            words = target.numpy()
+            words[: len(values)] = values
+            words[len(values) :] = padding
+        tables.numpy()[:num_seqs, :width] = plan.block_tables
+        used64, used32 = 3 * shape.num_rows + shape.num_seqs, shape.num_seqs * (2 + self._max_blocks) + 1
+        self._device64[:used64].copy_(self._host64[:used64], non_blocking=True)
+        self._device32[:used32].copy_(self._host32[:used32], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def inputs(self, shape: StepShape) -> ModelInput:
+        """Views of the device's buffers, whatever is in them when they are read."""
+        token_ids, positions, slots, logit_rows = self._parts64(self._device64, shape)
+        context_lens, query_starts, tables = self._parts32(self._device32, shape)
+        return ModelInput(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=tables,
+            logit_rows=logit_rows,
+            num_decodes=shape.num_seqs if shape.is_decode else 0,
+            host_query_starts=None,
+            host_context_lens=None,
+        )
+
+    def put_token_ids(self, rows_of: torch.Tensor, count: int) -> None:
+        """Replace the first `count` token ids, which are rows of the step before, by what it sampled there."""
+        token_ids = self._device64[:count]
+        token_ids.copy_(rows_of.index_select(0, token_ids))
+
+    def _parts64(self, words: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, ...]:
+        rows = shape.num_rows
+        parts = words[: 3 * rows + shape.num_seqs].split([rows, rows, rows, shape.num_seqs])
+        return parts[0], parts[1], parts[2], parts[3]
+
+    def _parts32(self, words: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, ...]:
+        count = shape.num_seqs
+        parts = words[: count * (2 + self._max_blocks) + 1].split([count, count + 1, count * self._max_blocks])
+        return parts[0], parts[1], parts[2].view(count, self._max_blocks)
+
+
+def first_holding(shapes: tuple[StepShape, ...], plan: StepPlan) -> StepShape | None:
+    """The first of ascending shapes that holds the plan."""
+    return next((shape for shape in shapes if shape.holds(plan)), None)
+
+
+def context_products(plan: StepPlan) -> int:
+    """Pairs of a prompt's new token and a token of its context: what latent attention does per head."""
+    is_prompt = plan.num_new_tokens > 1
+    return int(np.dot(plan.num_new_tokens[is_prompt].astype(np.int64), plan.context_lens[is_prompt]))

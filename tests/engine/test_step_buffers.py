@@ -1,0 +1,88 @@
+"""What a graph reads is what the eager step would be given, padded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from app.engine.graphs import EMPTY_PLAN, batch_sizes, prompt_shapes
+from app.engine.plan import StepPlan, to_model_input
+from app.engine.step_buffers import StepBuffers, StepShape, context_products, first_holding
+
+BLOCK_SIZE = 4
+CPU = torch.device("cpu")
+
+
+def plan_of(counts: list[int], context_lens: list[int]) -> StepPlan:
+    width = max(-(-length // BLOCK_SIZE) for length in context_lens)
+    tables = np.random.default_rng(7).permutation(len(counts) * width).reshape(len(counts), width)
+    return StepPlan(
+        num_new_tokens=np.array(counts, dtype=np.int32),
+        context_lens=np.array(context_lens, dtype=np.int32),
+        token_ids=np.arange(100, 100 + sum(counts), dtype=np.int32),
+        block_tables=tables.astype(np.int32),
+        is_ahead=False,
+    )
+
+
+def make_buffers() -> StepBuffers:
+    return StepBuffers(64, 16, max_blocks=12, block_size=BLOCK_SIZE, device=CPU)
+
+
+@pytest.mark.parametrize("shape", [StepShape(8, 4), StepShape(64, 16)], ids=str)
+def test_a_mixed_step_is_the_eager_steps_input_padded(shape: StepShape) -> None:
+    buffers = make_buffers()
+    buffers.fill(plan_of([1] * 4, [40, 41, 42, 43]), StepShape(4, 4))  # what a smaller step leaves behind
+    plan = plan_of([1, 5, 2], [9, 13, 2])
+    buffers.fill(plan, shape)
+    inputs, expected = buffers.inputs(shape), to_model_input(plan, BLOCK_SIZE, CPU)
+    rows, seqs = 8, 3
+    for name in ("token_ids", "positions", "slots"):
+        assert getattr(inputs, name)[:rows].tolist() == getattr(expected, name)[:rows].tolist(), name
+    for name in ("context_lens", "logit_rows"):
+        assert getattr(inputs, name)[:seqs].tolist() == getattr(expected, name).tolist(), name
+    assert inputs.query_starts.tolist() == [0, 1, 6] + [8] * (shape.num_seqs - 2)
+    assert inputs.block_tables[:seqs, : plan.block_tables.shape[1]].tolist() == plan.block_tables.tolist()
+    assert inputs.slots[rows:].tolist() == [-1] * (shape.num_rows - rows)
+    assert inputs.context_lens[seqs:].tolist() == [0] * (shape.num_seqs - seqs)
+    assert inputs.host_query_starts is None and inputs.num_decodes == 0
+
+
+def test_a_step_of_decodes_has_a_row_per_sequence() -> None:
+    buffers, shape = make_buffers(), StepShape(4, 4)
+    buffers.fill(plan_of([1, 1, 1], [9, 13, 2]), shape)
+    inputs = buffers.inputs(shape)
+    assert shape.is_decode and inputs.num_decodes == 4
+    assert inputs.positions.tolist() == [8, 12, 1, 0] and inputs.context_lens.tolist() == [9, 13, 2, 0]
+    buffers.put_token_ids(torch.arange(1000, 1200), 3)
+    assert inputs.token_ids.tolist() == [1100, 1101, 1102, 0], "rows of the step before became its tokens"
+
+
+def test_an_empty_plan_is_all_padding() -> None:
+    buffers, shape = make_buffers(), StepShape(8, 4)
+    buffers.fill(plan_of([1, 5, 2], [9, 13, 2]), shape)
+    buffers.fill(EMPTY_PLAN, shape)
+    inputs = buffers.inputs(shape)
+    assert inputs.slots.tolist() == [-1] * 8
+    assert inputs.query_starts.tolist() == [0] * 5 and inputs.context_lens.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("limit", [1, 3, 16, 33, 64, 100, 512])
+def test_padded_batch_sizes_cover_every_count_up_to_the_limit(limit: int) -> None:
+    sizes = batch_sizes(limit)
+    assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == limit
+    assert all(any(count <= size < count + 32 for size in sizes) for count in range(1, limit + 1))
+
+
+def test_prompt_shapes_hold_the_largest_step_up_to_their_bound() -> None:
+    assert [shape.num_rows for shape in prompt_shapes(8, 300)] == [64, 128, 256, 512]
+    assert prompt_shapes(512, 16384)[-1] == StepShape(1024, 128)
+    assert prompt_shapes(1, 32) == (StepShape(64, 1),)
+    shapes = prompt_shapes(512, 16384)
+    assert first_holding(shapes, plan_of([1] * 40 + [30], [5] * 40 + [30])) == StepShape(128, 64), "41 sequences"
+    assert first_holding(shapes, plan_of([1025], [1025])) is None
+
+
+def test_context_products_count_prompts_only() -> None:
+    assert context_products(plan_of([1, 5, 2], [900, 13, 20])) == 5 * 13 + 2 * 20
