@@ -17,6 +17,7 @@
     │   ├── UnavailableError         503
     │   └── DeadlineExceededError    504
     └── EngineError                  500            a fault of ours
+        └── RankLostError            500            another rank of the engine is gone or stuck: the engine ends
 
 Errors cross process boundaries, so each one pickles from its keyword arguments alone.
 """
@@ -160,3 +161,7 @@ class EngineError(LongspanError):
     """A fault inside the engine; the request ends, the server goes on."""
 
     code = "engine_error"
+
+
+class RankLostError(EngineError):
+    """A collective failed or took too long: the engine cannot go on without the rank it waited for."""

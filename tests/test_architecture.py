@@ -44,6 +44,7 @@ ENGINE_METHODS = {
 }
 KERNELS = {
     "blocks": {"gather_blocks", "copy_blocks"},
+    "expert_placement": {"place_experts"},
     "expert_routing": {"route_experts"},
     "fused_experts": {"fused_experts"},
     "head_projection": {"project_heads"},

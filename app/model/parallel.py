@@ -1,8 +1,35 @@
-"""The ranks that share one model: who they are and the few collectives they use."""
+"""The ranks that share one model: who they are and the few collectives they use.
+
+rank e * T + t = number t of tensor group e        T = 2, E = 2
+
+          expert group 0   expert group 1
+tensor group 0   rank 0           rank 1      one slice of a step's tokens; heads, MLPs and vocabulary are split
+tensor group 1   rank 2           rank 3      the next slice of the tokens
+                 some experts     ... of each rank's width
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from app.errors import RankLostError
+
+logger = logging.getLogger(__name__)
+# Ranks read their slices at different speeds; a rank that dies meanwhile closes its connections.
+LOAD_TIMEOUT_S = 1800.0
+# The others wait that much longer for rank 0's next plan: it may compile a kernel that only it needs.
+FOLLOWER_PATIENCE = 4
+# torch 2.13 gives the collective a new name and deprecates the old one.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +45,158 @@ class RankPlace:
     @property
     def num_ranks(self) -> int:
         return self.tensor * self.expert
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A collective's result that may still be on its way. `wait` gives it; on CUDA only the stream waits."""
+
+    result: torch.Tensor
+    work: Any  # dist.Work, or None if there was nothing to do
+
+    def wait(self) -> torch.Tensor:
+        if self.work is not None:
+            with _losing_ranks():
+                self.work.wait()
+        return self.result
+
+
+class Group:
+    """Ranks that compute together, and this one's number among them. Of one rank every collective is a no-op.
+
+    Every collective raises RankLostError if it fails or times out; on CUDA a timeout shows where the host waits.
+    """
+
+    def __init__(self, handle: dist.ProcessGroup | None = None) -> None:
+        self._handle = handle
+        self.rank = dist.get_rank(handle) if handle else 0
+        self.size = dist.get_world_size(handle) if handle else 1
+        self._is_alone = self.size == 1
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Inside, collectives return at once what has their result's shape: for a first run that compiles kernels."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = self.size == 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in place; `x` is contiguous.
+
+        On a CPU it is added up in the ranks' order, so that a value does not depend on where in `x` it stands.
+        """
+        if self._is_alone:
+            return x
+        if not x.is_cuda and self.size > 2:
+            parts = self.all_gather(x.view(1, -1))
+            return x.copy_(functools.reduce(torch.add, parts).view(x.shape))
+        with _losing_ranks():
+            dist.all_reduce(x, group=self._handle)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, ...] of every rank, N alike -> [size * N, ...]."""
+        return self.start_all_gather(x).wait()
+
+    def start_all_gather(self, x: torch.Tensor) -> Pending:
+        if self.size == 1:
+            return Pending(x, None)
+        if self._is_alone:
+            return Pending(x.repeat(self.size, *[1] * (x.dim() - 1)), None)
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        with _losing_ranks():
+            return Pending(out, _all_gather_into(out, x.contiguous(), group=self._handle, async_op=True))
+
+    def start_all_to_all(self, x: torch.Tensor, sent: list[int] | None, received: list[int] | None) -> Pending:
+        """Rows of x, `sent[r]` to rank r in order -> `received[r]` rows of each rank r; None: equally many."""
+        num_rows = x.shape[0] if received is None else sum(received)
+        out = x.new_empty(num_rows, *x.shape[1:])
+        if self._is_alone:
+            return Pending(out.zero_(), None)
+        with _losing_ranks():
+            work = dist.all_to_all_single(out, x, received, sent, group=self._handle, async_op=True)
+        return Pending(out, work)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's values, in place."""
+        if not self._is_alone:
+            with _losing_ranks():
+                dist.broadcast(x, group=self._handle, group_src=0)
+        return x
+
+    def smallest(self, value: int) -> int:
+        """Of every rank's value."""
+        return int(self.all_gather(torch.tensor([value])).min())
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The groups that one rank belongs to."""
+
+    tensor: Group
+    expert: Group
+    world: Group  # all ranks, on the device
+    host: Group  # all ranks, on the host: plans, heartbeats
+    loading: Group  # likewise, with the patience that loading takes
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        return cls(Group(), Group(), Group(), Group(), Group())
+
+    @classmethod
+    def join(cls, place: RankPlace, device: torch.device) -> Ranks:
+        """Meet the other ranks. Raises RankLostError if they do not come."""
+        if place.num_ranks == 1:
+            return cls.alone()
+        timeout = timedelta(seconds=place.timeout_s)
+        patience = timeout if place.rank == 0 else FOLLOWER_PATIENCE * timeout
+        with _losing_ranks():
+            dist.init_process_group(
+                "gloo", init_method=place.init_method, rank=place.rank, world_size=place.num_ranks,
+                timeout=timedelta(seconds=LOAD_TIMEOUT_S),
+            )  # fmt: skip
+            make = functools.partial(
+                _make_group, place.rank, backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout
+            )
+            rows = torch.arange(place.num_ranks).view(place.expert, place.tensor)
+            everyone = rows.view(1, -1).tolist()
+            ranks = cls(
+                tensor=make(rows.tolist()),
+                expert=make(rows.T.tolist()),
+                world=make(everyone),
+                host=_make_group(place.rank, everyone, backend="gloo", timeout=patience),
+                loading=Group(dist.group.WORLD),
+            )
+        logger.info("rank %d of %d has joined %s", place.rank, place.num_ranks, place.init_method)
+        return ranks
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        with self.tensor.rehearsing(), self.expert.rehearsing(), self.world.rehearsing():
+            yield
+
+    def leave(self) -> None:
+        if self.loading.size > 1:
+            dist.destroy_process_group()
+
+
+def _make_group(rank: int, members: list[list[int]], *, backend: str, timeout: timedelta) -> Group:
+    """Every rank makes every group, in the same order, and keeps its own."""
+    mine = Group()
+    for ranks in members:
+        if len(ranks) == 1:
+            continue
+        handle = dist.new_group(ranks, backend=backend, timeout=timeout)
+        if rank in ranks:
+            mine = Group(handle)
+    return mine
+
+
+@contextmanager
+def _losing_ranks() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # what torch raises on closed connections and timeouts
+        raise RankLostError(f"a collective failed: {str(error).splitlines()[0]}") from error
