@@ -8,8 +8,9 @@ import triton.language as tl
 
 from kernels import mla_decode_hopper, tuning
 from kernels.checks import Backend, check_contiguous, check_dtype, check_last_dim_contiguous, check_shape, use_triton
+from kernels.fp8_entry import Fp8Entry
+from kernels.mla_decode_cpu import CpuDecodePlan, decode_cpu, plan_cpu
 from kernels.mla_decode_plan import PLAN_TILE, TritonDecodePlan, heads_per_program, plan_triton
-from kernels.mla_decode_torch import TorchDecodePlan, decode_torch, plan_torch
 
 _LOG2_E = 1.4426950408889634
 
@@ -25,6 +26,8 @@ def mla_decode_reference(
     query_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition (see mla_decode), one query at a time in fp32; returns fp32."""
+    if cache.dtype == torch.uint8:
+        cache = Fp8Entry(value_dim, q.shape[2] - value_dim, q.dtype).unpack(cache)
     block_size = cache.shape[1]
     out = torch.zeros(q.shape[0], q.shape[1], value_dim, device=q.device)
     starts = list(range(len(context_lens) + 1)) if query_starts is None else query_starts.tolist()
@@ -48,14 +51,14 @@ def plan_mla_decode(
     block_size: int,
     query_starts: torch.Tensor | None = None,
     backend: Backend | None = None,
-) -> TorchDecodePlan | TritonDecodePlan:
+) -> CpuDecodePlan | TritonDecodePlan:
     """What mla_decode derives from a step's lengths and tables: compute it once and pass it to every layer.
 
     Args as in mla_decode; num_queries: rows of q, padding included.
     """
     if use_triton(context_lens, backend):
         return plan_triton(context_lens, num_queries, num_heads, query_starts)
-    return plan_torch(block_tables, context_lens, block_size, query_starts)
+    return plan_cpu(block_tables.shape[0], query_starts)
 
 
 def mla_decode(
@@ -67,7 +70,7 @@ def mla_decode(
     value_dim: int,
     *,
     query_starts: torch.Tensor | None = None,
-    plan: TorchDecodePlan | TritonDecodePlan | None = None,
+    plan: CpuDecodePlan | TritonDecodePlan | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Attend query tokens to their sequence's paged latent cache, in the absorbed form of MLA.
@@ -79,7 +82,8 @@ def mla_decode(
 
     Args:
         q:            [N, H, R + P]: latent part, then rope part
-        cache:        [num_blocks, block_size, R + P], contiguous, dtype of q; unused slots may hold anything
+        cache:        [num_blocks, block_size, R + P], contiguous, dtype of q; unused slots may hold anything.
+                      Or FP8 entries (fp8_entry.py), uint8; the torch path unpacks all of them
         block_tables: [B, max_blocks] int32; entries past a sequence's blocks are never read
         context_lens: [B] int32, tokens, this step's included
         scale:        applied before the softmax, in fp32
@@ -88,20 +92,26 @@ def mla_decode(
         plan:         from plan_mla_decode over the same tables, lengths and starts; None: computed here
     Returns: [N, H, value_dim] in q's dtype, freshly allocated; fp32 accumulation
     Raises:  ValueError on shape, dtype or stride
-    Invariance: on CPU in fp32, with block sizes 16, 32, 64 and 128, a row's bits depend on its own query and keys
-        only, not on the batch, on where its blocks lie or on how a prompt is cut into chunks
+    Invariance: on CPU a row's bits depend on its own query and keys only, not on the batch, on where its blocks lie
+        or on how a prompt is cut into chunks
     Source:  DeepSeek-V2, section 2.1, https://arxiv.org/abs/2405.04434
     """
-    check_shape("q", q, (None, None, cache.shape[-1]))
+    check_shape("q", q, (None, None, None))
     check_shape("cache", cache, (None, None, None))
     check_shape("context_lens", context_lens, (block_tables.shape[0],))
     check_dtype("block_tables", block_tables, torch.int32)
     check_dtype("context_lens", context_lens, torch.int32)
-    check_dtype("cache", cache, q.dtype)
     check_last_dim_contiguous("q", q)
     check_contiguous("cache", cache)
-    if not 0 < value_dim <= cache.shape[-1]:
-        raise ValueError(f"value_dim: must be in [1, {cache.shape[-1]}], got {value_dim}")
+    if not 0 < value_dim <= q.shape[2]:
+        raise ValueError(f"value_dim: must be in [1, {q.shape[2]}], got {value_dim}")
+    entry = None
+    if cache.dtype == torch.uint8:
+        entry = Fp8Entry(value_dim, q.shape[2] - value_dim, q.dtype)
+        entry.check(cache)
+    else:
+        check_dtype("cache", cache, q.dtype)
+        check_shape("q", q, (None, None, cache.shape[2]))
     if query_starts is not None:
         check_shape("query_starts", query_starts, (block_tables.shape[0] + 1,))
         check_dtype("query_starts", query_starts, torch.int32)
@@ -118,13 +128,16 @@ def mla_decode(
             backend="triton" if use_triton(q, backend) else "torch",
         )
     if isinstance(plan, TritonDecodePlan):
-        return _decode_triton(q, cache, block_tables, plan, scale, value_dim)
-    return decode_torch(q, cache, plan, scale, value_dim)
+        return _decode_triton(q, cache, entry, block_tables, plan, scale, value_dim)
+    if entry is not None:
+        cache = entry.unpack(cache)
+    return decode_cpu(q, cache, block_tables, context_lens, plan, scale, value_dim)
 
 
 def _decode_triton(
     q: torch.Tensor,
     cache: torch.Tensor,
+    entry: Fp8Entry | None,
     block_tables: torch.Tensor,
     plan: TritonDecodePlan,
     scale: float,
@@ -144,9 +157,10 @@ def _decode_triton(
         mla_decode_hopper.launch(q, cache, block_tables, work, results, scale * _LOG2_E, heads)
     else:
         launch = tuning.find("mla_decode", q.device, bits=8 * q.element_size(), num_heads=num_heads)
+        parts = (cache, cache[..., value_dim:], cache) if entry is None else entry.views(cache)
         _decode_kernel[(num_programs * triton.cdiv(num_heads, heads),)](
             q,
-            cache,
+            *parts,
             block_tables,
             *work,
             *results,
@@ -158,7 +172,11 @@ def _decode_triton(
             q.stride(1),
             NUM_HEADS=num_heads,
             VALUE_DIM=value_dim,
-            DIM=dim,
+            ROPE_DIM=dim - value_dim,
+            VALUE_STRIDE=parts[0].stride(1),
+            ROPE_STRIDE=parts[1].stride(1),
+            SCALE_STRIDE=parts[2].stride(1),
+            IS_FP8=entry is not None,
             BLOCK_SIZE=cache.shape[1],
             PLAN_TILE=PLAN_TILE,
             TILE=launch["tile"],
@@ -187,13 +205,20 @@ def _decode_triton(
 
 
 @triton.jit
-def _attend_tile(values, ropes, q_value, q_rope, maximum, denominator, numerator, is_key, scale, MASKED: tl.constexpr):
+def _attend_tile(
+    values, ropes, token_scales, q_value, q_rope, maximum, denominator, numerator, is_key, scale,
+    MASKED: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
     """One step of the online softmax, keys along the rows: scores [TILE, HEADS], numerator [VALUE, HEADS].
 
     With the heads as the narrow side of both products, 16 heads fill the matrix unit, and the tile is read from shared
-    memory as keys (rows) and as values (columns).
+    memory as keys (rows) and as values (columns). FP8 latents are exact in 16 bits; a token's scale is applied to its
+    score and to its weight instead.
     """
+    values = values.to(q_value.dtype)
     scores = tl.dot(values, q_value, input_precision="ieee")
+    if IS_FP8:
+        scores *= token_scales[:, None]
     scores = tl.dot(ropes, q_rope, scores, input_precision="ieee") * scale
     if MASKED:
         scores = tl.where(is_key[:, None], scores, float("-inf"))
@@ -203,6 +228,8 @@ def _attend_tile(values, ropes, q_value, q_rope, maximum, denominator, numerator
     # Summed over the keys at the end only: a sum over rows crosses warps.
     denominator = denominator * decay[None, :] + weights
     numerator = numerator * decay[None, :]
+    if IS_FP8:
+        weights *= token_scales[:, None]
     numerator = tl.dot(tl.trans(values), weights.to(values.dtype), numerator, input_precision="ieee")
     return new_maximum, denominator, numerator
 
@@ -210,7 +237,9 @@ def _attend_tile(values, ropes, q_value, q_rope, maximum, denominator, numerator
 @triton.jit(do_not_specialize=["num_rows", "num_programs"])
 def _decode_kernel(
     q,
-    cache,
+    value_cache,
+    rope_cache,
+    scale_cache,
     block_tables,
     row_sequences,
     row_lens,
@@ -227,7 +256,11 @@ def _decode_kernel(
     q_head_stride,
     NUM_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    IS_FP8: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PLAN_TILE: tl.constexpr,
     TILE: tl.constexpr,
@@ -243,7 +276,7 @@ def _decode_kernel(
     program = tl.program_id(0) // NUM_GROUPS
     head = tl.program_id(0) % NUM_GROUPS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     column = tl.arange(0, BLOCK_VALUE)
-    rope_column = VALUE_DIM + tl.arange(0, BLOCK_ROPE)
+    rope_column = tl.arange(0, BLOCK_ROPE)
     in_tile = tl.arange(0, TILE)
     num_tiles = tl.load(tile_starts + num_rows)
     share = (num_tiles + num_programs - 1) // num_programs
@@ -260,7 +293,8 @@ def _decode_kernel(
             q_rows = q + row.to(tl.int64) * q_row_stride + head[:, None] * q_head_stride
             is_head = head[:, None] < NUM_HEADS
             q_value = tl.load(q_rows + column[None, :], mask=is_head & (column[None, :] < VALUE_DIM), other=0.0)
-            q_rope = tl.load(q_rows + rope_column[None, :], mask=is_head & (rope_column[None, :] < DIM), other=0.0)
+            q_ropes = q_rows + VALUE_DIM + rope_column[None, :]
+            q_rope = tl.load(q_ropes, mask=is_head & (rope_column[None, :] < ROPE_DIM), other=0.0)
             q_value = tl.trans(q_value)
             q_rope = tl.trans(q_rope)
             maximum = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
@@ -272,24 +306,29 @@ def _decode_kernel(
             for start in tl.range(begin, full_end, TILE):
                 token = start + in_tile
                 slots = tl.load(table + token // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-                keys = cache + slots[:, None] * DIM
-                values = tl.load(keys + column[None, :], mask=column[None, :] < VALUE_DIM, other=0.0)
-                ropes = tl.load(keys + rope_column[None, :], mask=rope_column[None, :] < DIM, other=0.0)
+                value_at = value_cache + slots[:, None] * VALUE_STRIDE + column[None, :]
+                rope_at = rope_cache + slots[:, None] * ROPE_STRIDE + rope_column[None, :]
+                values = tl.load(value_at, mask=column[None, :] < VALUE_DIM, other=0.0)
+                ropes = tl.load(rope_at, mask=rope_column[None, :] < ROPE_DIM, other=0.0)
+                token_scales = tl.load(scale_cache + slots * SCALE_STRIDE) if IS_FP8 else 0.0
                 maximum, denominator, numerator = _attend_tile(
-                    values, ropes, q_value, q_rope, maximum, denominator, numerator, in_tile >= 0, scale, False
-                )
+                    values, ropes, token_scales, q_value, q_rope, maximum, denominator, numerator, in_tile >= 0, scale,
+                    False, IS_FP8,
+                )  # fmt: skip
             if full_end < end:
                 token = full_end + in_tile
                 is_key = token < end
                 blocks = tl.load(table + token // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-                keys = cache + (blocks * BLOCK_SIZE + token % BLOCK_SIZE)[:, None] * DIM
-                in_value = is_key[:, None] & (column[None, :] < VALUE_DIM)
-                in_rope = is_key[:, None] & (rope_column[None, :] < DIM)
-                values = tl.load(keys + column[None, :], mask=in_value, other=0.0)
-                ropes = tl.load(keys + rope_column[None, :], mask=in_rope, other=0.0)
+                slots = blocks * BLOCK_SIZE + token % BLOCK_SIZE
+                value_at = value_cache + slots[:, None] * VALUE_STRIDE + column[None, :]
+                rope_at = rope_cache + slots[:, None] * ROPE_STRIDE + rope_column[None, :]
+                values = tl.load(value_at, mask=is_key[:, None] & (column[None, :] < VALUE_DIM), other=0.0)
+                ropes = tl.load(rope_at, mask=is_key[:, None] & (rope_column[None, :] < ROPE_DIM), other=0.0)
+                token_scales = tl.load(scale_cache + slots * SCALE_STRIDE, mask=is_key, other=0.0) if IS_FP8 else 0.0
                 maximum, denominator, numerator = _attend_tile(
-                    values, ropes, q_value, q_rope, maximum, denominator, numerator, is_key, scale, True
-                )
+                    values, ropes, token_scales, q_value, q_rope, maximum, denominator, numerator, is_key, scale,
+                    True, IS_FP8,
+                )  # fmt: skip
             total = tl.sum(denominator, axis=0)
             result = tl.trans(numerator / total[None, :])
             in_out = is_head & (column[None, :] < VALUE_DIM)

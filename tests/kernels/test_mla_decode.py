@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from kernels.fp8_entry import Fp8Entry
 from kernels.mla_decode import mla_decode, mla_decode_reference, plan_mla_decode
 from tests.kernels.cases import CUDA, TORCH, Target, assert_bitwise_equal, assert_close, generator
 
@@ -26,6 +27,7 @@ class Case:
     num_padding: int = 0  # rows past query_starts[-1]
     scale: float = 0.2
     fp32_tolerance: float = 3e-6
+    is_fp8: bool = False
 
 
 CASES = (
@@ -53,6 +55,11 @@ CASES = (
     Case("padding-rows", (20, 70), (2, 3), num_padding=4),
     Case("only-padding", (), (), num_padding=3),
     Case("more-queries-than-keys", (2, 20), (4, 2)),
+    Case("fp8", (63, 64, 65, 0, 1, 130), is_fp8=True),
+    Case("fp8-ragged", (20, 70, 9, 1, 66), (1, 5, 9, 1, 2), block_size=64, num_heads=17, is_fp8=True),
+    Case(
+        "fp8-odd-dims", (33, 70), latent_dim=20, rope_dim=6, block_size=7, num_padding=2, query_lens=(2, 1), is_fp8=True
+    ),
 )
 
 # The shapes that are served: most take the kernel for Hopper there.
@@ -66,6 +73,7 @@ SERVED = (
     Case("speculative", (300, 64), (3, 2), num_heads=16, latent_dim=512, rope_dim=64, block_size=64),
     Case("many-short", tuple(range(1, 400, 3)), num_heads=16, latent_dim=512, rope_dim=64, block_size=64),
 )
+SERVED += tuple(replace(case, name="fp8-" + case.name, is_fp8=True) for case in SERVED)
 
 
 @dataclass(frozen=True)
@@ -101,11 +109,18 @@ def build(case: Case, target: Target, dtype: torch.dtype) -> Inputs:
     q = torch.randn(num_rows + case.num_padding, case.num_heads, dim, generator=rng)
     return Inputs(
         q=target.place(q, dtype),
-        cache=target.place(cache, dtype),
+        cache=target.place(poisoned_fp8(case, cache, dtype)) if case.is_fp8 else target.place(cache, dtype),
         block_tables=target.place(block_tables),
         context_lens=target.place(torch.tensor(case.context_lens, dtype=torch.int32)),
         query_starts=query_starts,
     )
+
+
+def poisoned_fp8(case: Case, cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Entries whose every byte is 0xff, a NaN in each of the formats, where `cache` is NaN."""
+    packed = Fp8Entry(case.latent_dim, case.rope_dim, dtype).pack(cache)
+    packed[cache.isnan().any(-1)] = 0xFF
+    return packed
 
 
 def attend(inputs: Inputs, case: Case, target: Target) -> torch.Tensor:
@@ -144,7 +159,9 @@ def test_matches_reference(case: Case, target: Target) -> None:
     check(case, target, torch.float32)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("block-64", "ragged")], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in ("block-64", "ragged", "fp8")], ids=lambda c: c.name
+)
 def test_matches_reference_in_16_bits(case: Case, target: Target) -> None:
     for dtype in target.dtypes[1:]:
         check(case, target, dtype)
@@ -238,33 +255,6 @@ def test_rows_do_not_depend_on_batch_chunk_or_place() -> None:
         lens = torch.tensor([length, 77], dtype=torch.int32)
         pair = mla_decode(torch.stack([q[-1], other_q[0]]), cache, tables, lens, 0.3, latent)
         assert_bitwise_equal(pair[:1], expected[-1:])
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_row_in_place_equals_a_gathered_row(num_threads: int) -> None:
-    """Short sequences are attended over a copy, long ones in place: the same tokens give the same bits."""
-    heads, latent, rope, block_size = 6, 128, 32, 64
-    rng = generator("in-place")
-    cache = torch.randn(40, block_size, latent + rope, generator=rng)
-    tables = torch.arange(40, dtype=torch.int32).view(1, -1)
-    q = torch.randn(2, heads, latent + rope, generator=rng)
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        for length in (64 * 12 + 5, 64 * 16, 64 * 20 + 1, 64 * 40):
-            alone = mla_decode(q[1:], cache, tables, torch.tensor([length], dtype=torch.int32), 0.1, latent)
-            pair = mla_decode(
-                q,
-                cache,
-                tables,
-                torch.tensor([length], dtype=torch.int32),
-                0.1,
-                latent,
-                query_starts=torch.tensor([0, 2], dtype=torch.int32),
-            )
-            assert_bitwise_equal(pair[1:], alone)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_refuses_wrong_arguments() -> None:

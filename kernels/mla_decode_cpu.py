@@ -1,0 +1,46 @@
+"""MLA decode on a CPU, in machine code for fp32. A row's bits depend on its own query and keys only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels import native_attention
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDecodePlan:
+    query_starts: torch.Tensor  # [B + 1] int32
+
+
+def plan_cpu(num_sequences: int, query_starts: torch.Tensor | None) -> CpuDecodePlan:
+    starts = torch.arange(num_sequences + 1, dtype=torch.int32) if query_starts is None else query_starts
+    return CpuDecodePlan(starts)
+
+
+def decode_cpu(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    plan: CpuDecodePlan,
+    scale: float,
+    value_dim: int,
+) -> torch.Tensor:
+    """mla_decode; other dtypes than fp32 are widened first, of the cache the blocks that are read."""
+    num_rows, num_heads, dim = q.shape
+    block_size = cache.shape[1]
+    if cache.dtype != torch.float32:
+        num_blocks = -(-context_lens // block_size)
+        is_used = torch.arange(block_tables.shape[1]) < num_blocks.unsqueeze(1)
+        cache = cache.index_select(0, block_tables[is_used].long()).float()
+        block_tables = torch.zeros_like(block_tables).masked_scatter_(
+            is_used, torch.arange(cache.shape[0], dtype=block_tables.dtype)
+        )
+    out = torch.empty(num_rows, num_heads, value_dim)
+    native_attention.attend(
+        q.float().numpy(), cache.view(-1, dim).numpy(), block_tables.numpy(), block_size, context_lens.numpy(),
+        plan.query_starts.numpy(), scale, out.numpy(),
+    )  # fmt: skip
+    return out.to(q.dtype)
