@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernels import tuning
 from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, use_triton
+from kernels.fp8_entry import Fp8Entry
 
 _COPY_ELEMENTS = 4096
 
@@ -18,8 +19,11 @@ def gather_blocks_reference(
     context_lens: torch.Tensor,
     key_starts: torch.Tensor,
     num_keys: int,
+    *,
+    entry: Fp8Entry | None = None,
 ) -> torch.Tensor:
     """The definition (see gather_blocks), one token at a time."""
+    cache = cache if entry is None else entry.unpack(cache)
     block_size = cache.shape[1]
     out = torch.zeros(num_keys, cache.shape[2], dtype=cache.dtype, device=cache.device)
     for i, context_len in enumerate(context_lens.tolist()):
@@ -35,6 +39,7 @@ def gather_blocks(
     key_starts: torch.Tensor,
     num_keys: int,
     *,
+    entry: Fp8Entry | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Copy every sequence's tokens out of the cache, one sequence after another.
@@ -47,6 +52,7 @@ def gather_blocks(
         context_lens: [B] int32
         key_starts:   [B + 1] int32: exclusive running sum of context_lens
         num_keys:     rows of the result, at least key_starts[B]; known to the host, so that nothing syncs
+        entry:        what D bytes of an FP8 cache hold; then rows come out in entry.dtype, R + P wide
     Returns: [num_keys, D]; rows from key_starts[B] on are 0
     Raises:  ValueError on shape, dtype or stride
     """
@@ -56,8 +62,12 @@ def gather_blocks(
     check_shape("key_starts", key_starts, (block_tables.shape[0] + 1,))
     for name, tensor in (("block_tables", block_tables), ("context_lens", context_lens), ("key_starts", key_starts)):
         check_dtype(name, tensor, torch.int32)
+    if entry is not None:
+        entry.check(cache)
     if not use_triton(cache, backend):
-        return _gather_torch(cache, block_tables, context_lens, num_keys)
+        return _gather_torch(cache, block_tables, context_lens, num_keys, entry)
+    if entry is not None:
+        return _gather_fp8(cache, block_tables, key_starts, num_keys, entry)
     out = torch.empty(num_keys, cache.shape[2], dtype=cache.dtype, device=cache.device)
     dim = cache.shape[2]
     if num_keys and dim:
@@ -73,6 +83,33 @@ def gather_blocks(
             BLOCK_SIZE=cache.shape[1],
             DIM=dim,
             BLOCK_DIM=triton.next_power_of_2(dim),
+            TOKENS=launch["tokens"],
+            num_warps=launch["num_warps"],
+        )
+    return out
+
+
+def _gather_fp8(
+    cache: torch.Tensor, block_tables: torch.Tensor, key_starts: torch.Tensor, num_keys: int, entry: Fp8Entry
+) -> torch.Tensor:
+    out = torch.empty(num_keys, entry.rank + entry.rope_dim, dtype=entry.dtype, device=cache.device)
+    if num_keys:
+        launch = tuning.find("gather_blocks", cache.device, row_bytes=entry.num_bytes)
+        parts = entry.views(cache)
+        _gather_fp8_kernel[(triton.cdiv(num_keys, launch["tokens"]),)](
+            *parts,
+            block_tables,
+            key_starts,
+            out,
+            num_keys,
+            block_tables.shape[0],
+            block_tables.stride(0),
+            *(part.stride(1) for part in parts),
+            BLOCK_SIZE=cache.shape[1],
+            R=entry.rank,
+            P=entry.rope_dim,
+            BLOCK_R=triton.next_power_of_2(entry.rank),
+            BLOCK_P=triton.next_power_of_2(entry.rope_dim),
             TOKENS=launch["tokens"],
             num_warps=launch["num_warps"],
         )
@@ -114,7 +151,11 @@ def copy_blocks(
 
 
 def _gather_torch(
-    cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, num_keys: int
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    num_keys: int,
+    entry: Fp8Entry | None,
 ) -> torch.Tensor:
     block_size, dim = cache.shape[1:]
     out = cache.new_zeros(num_keys, dim)
@@ -123,7 +164,7 @@ def _gather_torch(
         blocks = block_tables[i, : -(-context_len // block_size)].long()
         out[first : first + context_len] = cache.index_select(0, blocks).view(-1, dim)[:context_len]
         first += context_len
-    return out
+    return out if entry is None else entry.unpack(out)
 
 
 @triton.jit
@@ -139,6 +180,17 @@ def _find_sequence(starts, num_sequences, position):
         high = tl.where(is_at_or_after, high, middle - 1)
         span = span // 2
     return low
+
+
+@triton.jit
+def _slots_of(block_tables, key_starts, row, in_out, num_sequences, table_stride, BLOCK_SIZE: tl.constexpr):
+    """The cache slot of each row of the result, and whether it has one."""
+    sequence = _find_sequence(key_starts, num_sequences, row)
+    is_key = in_out & (sequence < num_sequences)
+    token = row - tl.load(key_starts + sequence)
+    entry = sequence.to(tl.int64) * table_stride + token // BLOCK_SIZE
+    block = tl.load(block_tables + entry, mask=is_key, other=0).to(tl.int64)
+    return block * BLOCK_SIZE + token % BLOCK_SIZE, is_key
 
 
 @triton.jit(do_not_specialize=["num_keys", "num_sequences"])
@@ -157,17 +209,49 @@ def _gather_kernel(
 ):
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     in_out = row < num_keys
-    sequence = _find_sequence(key_starts, num_sequences, row)
-    is_key = in_out & (sequence < num_sequences)
-    token = row - tl.load(key_starts + sequence)
-    entry = sequence.to(tl.int64) * table_stride + token // BLOCK_SIZE
-    block = tl.load(block_tables + entry, mask=is_key, other=0).to(tl.int64)
-    slot = block * BLOCK_SIZE + token % BLOCK_SIZE
+    slot, is_key = _slots_of(block_tables, key_starts, row, in_out, num_sequences, table_stride, BLOCK_SIZE)
     column = tl.arange(0, BLOCK_DIM)
     in_row = column < DIM
     values = tl.load(cache + slot[:, None] * DIM + column[None, :], mask=is_key[:, None] & in_row[None, :], other=0)
     target = out + row.to(tl.int64)[:, None] * DIM + column[None, :]
     tl.store(target, values, mask=in_out[:, None] & in_row[None, :])
+
+
+@triton.jit(do_not_specialize=["num_keys", "num_sequences"])
+def _gather_fp8_kernel(
+    latents,
+    ropes,
+    scales,
+    block_tables,
+    key_starts,
+    out,
+    num_keys,
+    num_sequences,
+    table_stride,
+    latent_stride,
+    rope_stride,
+    scale_stride,
+    BLOCK_SIZE: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    in_out = row < num_keys
+    slot, is_key = _slots_of(block_tables, key_starts, row, in_out, num_sequences, table_stride, BLOCK_SIZE)
+    column = tl.arange(0, BLOCK_R)
+    mask = is_key[:, None] & (column < R)[None, :]
+    values = tl.load(latents + slot[:, None] * latent_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    values *= tl.load(scales + slot * scale_stride, mask=is_key, other=0.0)[:, None]
+    target = out + row.to(tl.int64)[:, None] * (R + P)
+    mask = in_out[:, None] & (column < R)[None, :]
+    tl.store(target + column[None, :], values.to(out.dtype.element_ty), mask=mask)
+    column = tl.arange(0, BLOCK_P)
+    mask = is_key[:, None] & (column < P)[None, :]
+    values = tl.load(ropes + slot[:, None] * rope_stride + column[None, :], mask=mask, other=0.0)
+    tl.store(target + R + column[None, :], values, mask=in_out[:, None] & (column < P)[None, :])
 
 
 @triton.jit(do_not_specialize=["block_elements"])

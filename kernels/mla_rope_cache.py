@@ -15,6 +15,7 @@ from kernels.checks import (
     check_shape,
     use_triton,
 )
+from kernels.fp8_entry import Fp8Entry, scale_of
 
 
 def rotate_reference(x: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
@@ -37,7 +38,9 @@ def mla_rope_cache_reference(
     q[..., -rope_dim:] = rotate_reference(q[..., -rope_dim:], angles[:, None], interleaved=interleaved).to(q.dtype)
     latent = kv[:, :rank].float()
     latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
-    entries = torch.cat([latent, rotate_reference(kv[:, rank:], angles, interleaved=interleaved)], -1).to(cache.dtype)
+    entries = torch.cat([latent, rotate_reference(kv[:, rank:], angles, interleaved=interleaved)], -1)
+    is_fp8 = cache.dtype == torch.uint8
+    entries = Fp8Entry(rank, rope_dim, q.dtype).pack(entries) if is_fp8 else entries.to(cache.dtype)
     flat = cache.view(-1, cache.shape[-1])
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -50,6 +53,14 @@ def _cpu_rope_cache(
     positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, interleaved: bool,
 ) -> None:  # fmt: skip
     flat = cache.view(-1, cache.shape[-1])
+    if cache.dtype == torch.uint8:
+        rank, rope_dim = norm_weight.shape[0], cos_sin.shape[1]
+        entries = torch.empty(1, q.shape[0], rank + rope_dim)
+        rows = torch.arange(q.shape[0])
+        _cpu_rope_cache(q, kv, norm_weight, eps, cos_sin, positions, rows, entries, interleaved)
+        is_written = slots >= 0
+        flat[slots[is_written]] = Fp8Entry(rank, rope_dim, q.dtype).pack(entries[0, is_written])
+        return
     tensors = (q, kv, norm_weight, flat)
     wide = [tensor if tensor.dtype == torch.float32 else tensor.float() for tensor in tensors]
     native.rope_and_cache(
@@ -81,10 +92,11 @@ def _rotate_row(
 
 @triton.jit
 def _mla_rope_cache_kernel(
-    q_ptr, kv_ptr, weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr, cache_ptr,
-    q_token_stride, q_head_stride, kv_stride, cache_stride, eps,
+    q_ptr, kv_ptr, weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr, latent_ptr, rope_ptr, scale_ptr,
+    q_token_stride, q_head_stride, kv_stride, latent_stride, rope_stride, scale_stride, eps,
     H: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     """Programs (n, 0) write token n's cache entry; programs (n, g) rotate group g - 1 of its query heads."""
     n = tl.program_id(0).to(tl.int64)
@@ -96,14 +108,19 @@ def _mla_rope_cache_kernel(
         slot = tl.load(slots_ptr + n)
         if slot >= 0:
             kv_row = kv_ptr + n * kv_stride
-            entry = cache_ptr + slot * cache_stride
             columns = tl.arange(0, BLOCK_R)
             mask = columns < R
             latent = tl.load(kv_row + columns, mask=mask, other=0.0).to(tl.float32)
             scale = 1.0 / tl.sqrt(tl.sum(latent * latent, axis=0) / R + eps)
             weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-            tl.store(entry + columns, (latent * scale * weight).to(cache_ptr.dtype.element_ty), mask=mask)
-            _rotate_row(kv_row + R, entry + R, cos_ptr, sin_ptr, P // 2, BLOCK_HALF, INTERLEAVED)
+            latent = latent * scale * weight
+            if FP8:
+                entry_scale, inverse = scale_of(tl.max(tl.abs(latent), axis=0))
+                tl.store(scale_ptr + slot * scale_stride, entry_scale)
+                latent = latent * inverse
+            entry = latent_ptr + slot * latent_stride
+            tl.store(entry + columns, latent.to(latent_ptr.dtype.element_ty), mask=mask)
+            _rotate_row(kv_row + R, rope_ptr + slot * rope_stride, cos_ptr, sin_ptr, P // 2, BLOCK_HALF, INTERLEAVED)
     else:
         for i in range(HEADS_PER_PROGRAM):
             head = (group - 1) * HEADS_PER_PROGRAM + i
@@ -127,7 +144,10 @@ def _check(
         raise ValueError(f"cos_sin: the rope dimension must be even and at most q's {q.shape[2]}, got {rope_dim}")
     check_shape("kv", kv, (num_tokens, width))
     check_last_dim_contiguous("kv", kv)
-    check_shape("cache", cache, (None, None, width))
+    if cache.dtype == torch.uint8:
+        Fp8Entry(norm_weight.shape[0], rope_dim, q.dtype).check(cache)
+    else:
+        check_shape("cache", cache, (None, None, width))
     check_contiguous("cache", cache)
     for name, tensor in (("positions", positions), ("slots", slots)):
         check_shape(name, tensor, (num_tokens,))
@@ -156,9 +176,9 @@ def mla_rope_cache(
         cos_sin:     [max_positions, P] fp32: cosines in the first half, sines in the second
         positions:   [N] int64, below max_positions
         slots:       [N] int64 = block_id * block_size + offset; -1 is not written. Distinct, apart from -1
-        cache:       [num_blocks, block_size, R + P], changed in place
+        cache:       [num_blocks, block_size, R + P], changed in place; or FP8 entries (fp8_entry.py), uint8
     Raises:  ValueError on shape, dtype or stride
-    Accuracy: fp32 arithmetic, one rounding to the output dtype
+    Accuracy: fp32 arithmetic, one rounding to the output dtype; an FP8 latent's relative error is below 2^-4
     Source:  DeepSeek-V2, section 2.1, https://arxiv.org/abs/2405.04434
     """
     _check(q, kv, norm_weight, cos_sin, positions, slots, cache)
@@ -169,11 +189,14 @@ def mla_rope_cache(
     rank, rope_dim = norm_weight.shape[0], cos_sin.shape[1]
     if num_tokens == 0:
         return
+    latents, ropes, scales = cache[..., :rank], cache[..., rank:], cache
+    if is_fp8 := cache.dtype == torch.uint8:
+        latents, ropes, scales = Fp8Entry(rank, rope_dim, q.dtype).views(cache)
     heads_per_program = 8
     _mla_rope_cache_kernel[(num_tokens, 1 + triton.cdiv(num_heads, heads_per_program))](
-        q, kv, norm_weight, cos_sin, positions, slots, cache,
-        q.stride(0), q.stride(1), kv.stride(0), cache.stride(1), eps,
+        q, kv, norm_weight, cos_sin, positions, slots, latents, ropes, scales,
+        q.stride(0), q.stride(1), kv.stride(0), latents.stride(1), ropes.stride(1), scales.stride(1), eps,
         H=num_heads, NOPE=head_dim - rope_dim, R=rank, P=rope_dim,
         BLOCK_R=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(rope_dim // 2),
-        HEADS_PER_PROGRAM=heads_per_program, INTERLEAVED=interleaved, num_warps=1,
+        HEADS_PER_PROGRAM=heads_per_program, INTERLEAVED=interleaved, FP8=is_fp8, num_warps=1,
     )  # fmt: skip

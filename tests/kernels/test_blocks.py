@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.blocks import copy_blocks, copy_blocks_reference, gather_blocks, gather_blocks_reference
+from kernels.fp8_entry import Fp8Entry
 from tests.kernels.cases import TORCH, Target, assert_bitwise_equal, generator
 
 
@@ -51,6 +52,15 @@ def test_gather(case: Case, target: Target) -> None:
         arguments = [target.place(tensor) for tensor in (cache.to(dtype), tables, lens, key_starts)]
         out = gather_blocks(*arguments, num_keys, backend=target.backend)
         assert_bitwise_equal(out, gather_blocks_reference(*arguments, num_keys))
+        if case.dim % 4 == 0:
+            check_fp8(arguments, num_keys, Fp8Entry(case.dim - 8, 8, dtype), target)
+
+
+def check_fp8(arguments: list[torch.Tensor], num_keys: int, entry: Fp8Entry, target: Target) -> None:
+    """Scales are powers of two and the latents far from fp16's ends: dequantising them is exact."""
+    packed = target.place(entry.pack(arguments[0].cpu()))
+    out = gather_blocks(packed, *arguments[1:], num_keys, entry=entry, backend=target.backend)
+    assert_bitwise_equal(out, gather_blocks_reference(packed, *arguments[1:], num_keys, entry=entry))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from kernels.fp8_entry import Fp8Entry
 from kernels.mla_rope_cache import mla_rope_cache, mla_rope_cache_reference
 from tests.kernels.cases import Target, assert_bitwise_equal, assert_close, generator
 
@@ -26,6 +27,7 @@ class Case:
     block_size: int = 4
     num_blocks: int = 3
     interleaved: bool = True
+    is_fp8: bool = False
 
 
 CASES = [
@@ -40,6 +42,9 @@ CASES = [
     Case("no nope part", (4,), nope=0),
     Case("nine heads, odd sizes", (6, 1, 3), num_heads=9, nope=5, rank=7, rope=6, block_size=3, num_blocks=5),
     Case("halves, unusual block size", (20, 13, 6), block_size=7, interleaved=False),
+    Case("fp8", (3, -1, 0, 9), is_fp8=True),
+    Case("fp8, no tokens", (), is_fp8=True),
+    Case("fp8, halves, wide", (5, 2), rank=132, rope=12, is_fp8=True, interleaved=False),
 ]
 
 
@@ -58,6 +63,9 @@ def inputs_of(case: Case, target: Target, dtype: torch.dtype) -> Inputs:
     random = generator(case.name)
     num_tokens = len(case.slots)
     angles = torch.rand(50, case.rope // 2, generator=random) * 6
+    entries = torch.randn(case.num_blocks, case.block_size, case.rank + case.rope, generator=random)
+    if case.is_fp8:
+        entries = Fp8Entry(case.rank, case.rope, dtype).pack(entries)
     # As projections give them: q and kv are slices of wider rows.
     q = torch.randn(num_tokens, case.num_heads, case.nope + case.rope + 4, generator=random)
     kv = torch.randn(num_tokens, case.rank + case.rope + 4, generator=random)
@@ -68,9 +76,7 @@ def inputs_of(case: Case, target: Target, dtype: torch.dtype) -> Inputs:
         cos_sin=target.place(torch.cat([angles.cos(), angles.sin()], -1)),
         positions=target.place(torch.randint(0, 50, (num_tokens,), generator=random)),
         slots=target.place(torch.tensor(case.slots, dtype=torch.int64)),
-        cache=target.place(
-            torch.randn(case.num_blocks, case.block_size, case.rank + case.rope, generator=random), dtype
-        ),
+        cache=target.place(entries) if case.is_fp8 else target.place(entries, dtype),
     )
 
 
@@ -79,6 +85,17 @@ def run(inputs: Inputs, target: Target, *, interleaved: bool) -> None:
         inputs.q, inputs.kv, inputs.norm_weight, EPS, inputs.cos_sin, inputs.positions, inputs.slots, inputs.cache,
         interleaved=interleaved, backend=target.backend,
     )  # fmt: skip
+
+
+def assert_same_entries(case: Case, actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Equal scales; latents that an fp32 sum in another order may have put on the other side of a rounding."""
+    entry = Fp8Entry(case.rank, case.rope, dtype)
+    latents, ropes, scales = entry.views(actual)
+    expected_latents, expected_ropes, expected_scales = entry.views(expected)
+    assert torch.equal(scales, expected_scales)
+    assert_close(ropes, expected_ropes, RELATIVE_TOLERANCE[dtype])
+    assert (latents.float() != expected_latents.float()).float().mean() <= 0.01
+    assert_close(latents.float(), expected_latents.float(), 0.02)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -92,11 +109,14 @@ def test_matches_reference(case: Case, target: Target) -> None:
         )  # fmt: skip
         run(inputs, target, interleaved=case.interleaved)
         assert_close(inputs.q, q, RELATIVE_TOLERANCE[dtype])
-        assert_close(inputs.cache, cache, RELATIVE_TOLERANCE[dtype])
+        if case.is_fp8:
+            assert_same_entries(case, inputs.cache, cache, dtype)
+        else:
+            assert_close(inputs.cache, cache, RELATIVE_TOLERANCE[dtype])
         assert_bitwise_equal(inputs.q[..., : case.nope], before[0][..., : case.nope])
         assert_bitwise_equal(inputs.kv, before[1])
         untouched = [slot for slot in range(case.num_blocks * case.block_size) if slot not in case.slots]
-        width = case.rank + case.rope
+        width = before[2].shape[-1]
         assert_bitwise_equal(inputs.cache.view(-1, width)[untouched], before[2].view(-1, width)[untouched])
 
 

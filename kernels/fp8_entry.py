@@ -1,0 +1,85 @@
+"""An FP8 cache entry of latent attention: the latent in e4m3 with one scale, the rotated key left as it is.
+
+    byte   0            R                  R + P * size      + 4
+    entry  | R x e4m3   | P x model dtype  | scale: fp32     | padding to a multiple of 16 |
+
+The scale is a power of two, so that e4m3 * scale is exact in bf16: whoever reads an entry sees the same numbers.
+A floating-point format loses nothing by such a scale, except what falls below its smallest numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+E4M3_MAX = 448.0
+_ALIGNMENT = 16  # bytes, of bulk copies
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Entry:
+    """The layout for a latent of `rank` values, a multiple of 4, and `rope_dim` values of `dtype`."""
+
+    rank: int
+    rope_dim: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return -(-(self.scale_start + 4) // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def scale_start(self) -> int:
+        return self.rank + self.rope_dim * self.dtype.itemsize
+
+    def check(self, cache: torch.Tensor) -> None:
+        """Raise ValueError unless `cache` is [..., num_bytes] uint8 and parts of an entry are aligned."""
+        if self.rank % 4 or self.scale_start % 4:
+            raise ValueError(f"cache: FP8 entries need a rank and a rope part of whole words, got {self}")
+        if cache.dtype != torch.uint8 or cache.shape[-1] != self.num_bytes:
+            raise ValueError(
+                f"cache: expected FP8 entries of {self.num_bytes} uint8, got {list(cache.shape)} {cache.dtype}"
+            )
+
+    def views(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """latents [..., R] e4m3, rope parts [..., P] dtype, scales [...] fp32: strided views of `cache`."""
+        self.check(cache)
+        latents = cache.view(torch.float8_e4m3fn)[..., : self.rank]
+        rope_start = self.rank // self.dtype.itemsize
+        ropes = cache.view(self.dtype)[..., rope_start : rope_start + self.rope_dim]
+        return latents, ropes, cache.view(torch.float32)[..., self.scale_start // 4]
+
+    def pack(self, entries: torch.Tensor) -> torch.Tensor:
+        """[..., R + P] fp32 -> [..., num_bytes] uint8: the definition of an entry."""
+        packed = torch.zeros(*entries.shape[:-1], self.num_bytes, dtype=torch.uint8, device=entries.device)
+        latents, ropes, scales = self.views(packed)
+        latent = entries[..., : self.rank].float()
+        scales.copy_(power_of_two_scale(latent.abs().amax(-1)))
+        latents.copy_((latent / scales.unsqueeze(-1)).to(torch.float8_e4m3fn))
+        ropes.copy_(entries[..., self.rank :])
+        return packed
+
+    def unpack(self, cache: torch.Tensor) -> torch.Tensor:
+        """[..., num_bytes] uint8 -> [..., R + P] in `dtype`."""
+        latents, ropes, scales = self.views(cache)
+        return torch.cat([(latents.float() * scales.unsqueeze(-1)).to(self.dtype), ropes], dim=-1)
+
+
+def power_of_two_scale(largest: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two s with largest / s <= 448, fp32; of 0 the smallest normal one."""
+    bits = largest.float().contiguous().view(torch.int32)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).int()  # 448 = 1.75 * 2^8
+    return (exponent.clamp_(min=1) << 23).view(torch.float32)
+
+
+@triton.jit
+def scale_of(largest):
+    """power_of_two_scale of fp32 values: (scale, 1 / scale), both exact."""
+    bits = largest.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.maximum(exponent, 1)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
