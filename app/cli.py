@@ -10,6 +10,7 @@ from pathlib import Path
 
 from app.bench import command as bench
 from app.errors import LongspanError
+from app.planning import command as plan
 
 EXIT_CODES = """\
 exit codes: 0 done, 1 failed, 2 wrong configuration or arguments, 3 unusable checkpoint, 4 unsuitable machine,
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="longspan",
-        description="Serve long-context language models on Ray Serve: check a configuration, measure a server.",
+        description="Serve long-context language models on Ray Serve: check a configuration, measure a server,"
+        " plan a deployment.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     check_parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
     check_parser.set_defaults(run=_check)
     bench.add_parser(commands)
+    plan.add_parser(commands)
     return parser
 
 
