@@ -161,11 +161,13 @@ class Engine:
                 loop.call_soon_threadsafe(_put_all, pairs)
 
     def _raise_failure(self, chunk: TokenChunk) -> None:
+        if chunk.error is not None and chunk.error == self._fatal:
+            raise UnavailableError(chunk.error)  # it was not this request's step: another replica can serve it
+        if chunk.num_output_tokens:
+            return
         if chunk.finish_reason == "deadline":
             raise DeadlineExceededError("the deadline passed before the first token")
         if chunk.finish_reason == "error":
-            if chunk.error == self._fatal:  # it was not this request's step: another replica can serve it
-                raise UnavailableError(self._fatal or "")
             raise EngineError(chunk.error or "the engine failed")
 
     # ---- what callers use ----
@@ -186,7 +188,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its current step; streams still open end with an error chunk."""
+        """End the thread after its current step; streams still open end with UnavailableError."""
         with self._changed:
             self._stopping = True
             self._fatal = self._fatal or "the engine was stopped"
@@ -196,7 +198,7 @@ class Engine:
         self._fail(self._scheduler.request_ids, "the engine was stopped")
 
     def fail(self, message: str) -> None:
-        """Declare the engine dead, from any thread and even while a step hangs: every stream ends with an error."""
+        """Declare the engine dead, from any thread and even while a step hangs; streams end with UnavailableError."""
         with self._changed:
             self._fatal = self._fatal or message
         self._fail(self._scheduler.request_ids, message)
@@ -216,7 +218,7 @@ class Engine:
 
         Closing the iterator or cancelling its task aborts the request and frees its blocks at once.
         Raises RequestError or OverloadedError before the first chunk, DeadlineExceededError if the deadline passes
-        before any token, EngineError if its step fails before any token, UnavailableError if the engine is dead.
+        before any token, EngineError if its step fails before any token; UnavailableError whenever the engine dies.
         """
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
         with self._changed:
@@ -230,8 +232,7 @@ class Engine:
         try:
             while True:
                 chunk = await stream.queue.get()
-                if not chunk.num_output_tokens:
-                    self._raise_failure(chunk)
+                self._raise_failure(chunk)
                 yield chunk
                 if chunk.finish_reason:
                     return
