@@ -58,7 +58,26 @@ class StepPlan:
 
     @property
     def num_decodes(self) -> int:
-        return int(np.count_nonzero(self.num_new_tokens == 1))
+        """Leading sequences with one new token."""
+        return int(np.argmax(np.append(self.num_new_tokens, 0) != 1))
+
+    def cut(self, first: int, end: int) -> StepPlan:
+        """Rows [first, end) alone, as far as there are any: of the sequences at the borders a part each.
+
+        rows | d0 d1 p0 p0 | p0 p1 p1 |      the first part ends p0 early, the second one continues it
+        """
+        ends = np.cumsum(self.num_new_tokens)
+        starts = ends - self.num_new_tokens
+        seqs = slice(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(starts, end, "left")))
+        missing = np.maximum(ends[seqs] - end, 0)
+        counts = ends[seqs] - np.maximum(starts[seqs], first) - missing
+        return StepPlan(
+            num_new_tokens=counts.astype(np.int32),
+            context_lens=(self.context_lens[seqs] - missing).astype(np.int32),
+            token_ids=self.token_ids[first:end],
+            block_tables=self.block_tables[seqs],
+            is_ahead=self.is_ahead,
+        )
 
     def rows(self, block_size: int) -> tuple[Words, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Each sequence's first row, the total at the end [num_seqs + 1]; each row's position and cache slot."""
@@ -87,9 +106,7 @@ def to_model_input(
 ) -> ModelInput:
     """Lay a plan out as the arrays of ModelInput. Token rows are padded to the row tile of the GEMMs.
 
-    part: of `num_parts` equal ones that the rows are cut into, the one to compute; a cut may go through a chunk:
-
-        rows | d0 d1 p0 p0 | p0 p1 p1 pad |      part 0 ends p0 early, part 1 continues it
+    part: of `num_parts` equal ones that the rows are cut into, the one to compute; the last ones may be empty
     """
     starts, own_positions, own_slots = plan.rows(block_size)
     num_tokens = len(plan.token_ids)
@@ -103,31 +120,30 @@ def to_model_input(
         tensor = torch.from_numpy(array)
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
-    context_lens, tables, num_decodes = plan.context_lens, plan.block_tables, plan.num_decodes
-    logit_rows = starts[1:].astype(np.int64) - 1
+    logit_rows = logit_rows_of(starts, part * size, (part + 1) * size)
     shared = None
     if num_parts > 1:
         shared = SharedRows(put(positions), put(slots))
-        first = part * size
-        end = max(first, min(first + size, num_tokens))
-        first_seq = int(np.searchsorted(starts[1:], first, "right"))
-        end_seq = int(np.searchsorted(starts[:-1], end, "left"))
-        context_lens = context_lens[first_seq:end_seq] - np.maximum(starts[first_seq + 1 : end_seq + 1] - end, 0)
-        tables, num_decodes = tables[first_seq:end_seq], max(0, min(num_decodes, end_seq) - first_seq)
-        logit_rows = np.where((logit_rows >= first) & (logit_rows < end), logit_rows - first, -1)
-        starts = np.clip(starts[first_seq : end_seq + 1] - first, 0, end - first)
-        token_ids, positions = token_ids[first : first + size], positions[first : first + size]
+        rows = slice(part * size, (part + 1) * size)
+        plan, token_ids, positions = plan.cut(rows.start, rows.stop), token_ids[rows], positions[rows]
         slots = np.full(size, -1, dtype=np.int64)
+        starts, _, _ = plan.rows(block_size)
     return ModelInput(
         token_ids=put(token_ids),
         positions=put(positions),
         slots=put(slots),
         query_starts=put(starts),
-        context_lens=put(context_lens),
-        block_tables=put(tables),
+        context_lens=put(plan.context_lens),
+        block_tables=put(plan.block_tables),
         logit_rows=put(logit_rows),
-        num_decodes=num_decodes,
+        num_decodes=plan.num_decodes,
         host_query_starts=tuple(starts.tolist()),
-        host_context_lens=tuple(context_lens.tolist()),
+        host_context_lens=tuple(plan.context_lens.tolist()),
         shared=shared,
     )
+
+
+def logit_rows_of(starts: Words, first: int, end: int) -> npt.NDArray[np.int64]:
+    """The last row of each sequence, counted from `first`; -1 where it is not one of [first, end)."""
+    rows = starts[1:].astype(np.int64) - 1
+    return np.where((rows >= first) & (rows < end), rows - first, -1)

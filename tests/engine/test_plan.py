@@ -83,7 +83,8 @@ def test_the_parts_of_a_step_are_the_whole_step(num_parts: int) -> None:
         for (start, end), context_len in zip(pairwise(starts), inputs.host_context_lens, strict=True):
             assert start < end and inputs.positions[end - 1] + 1 == context_len
         found += list(zip(inputs.token_ids.tolist(), inputs.positions.tolist(), strict=True))[: starts[-1]]
-        assert inputs.num_decodes == (2 if part == 0 else 0)
+        lengths = [end - start for start, end in pairwise(starts)]
+        assert lengths[: inputs.num_decodes] == [1] * inputs.num_decodes != lengths[: inputs.num_decodes + 1]
         mine = inputs.logit_rows >= 0
         logit_rows[mine] = inputs.logit_rows[mine] + part * size
     assert found == rows
