@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kernels import native
 from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, use_triton
+from kernels.dependent_launch import dependent_launch, wait_for_previous
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2_sum"]
@@ -78,7 +79,7 @@ def _route_kernel(
     E: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
     K: tl.constexpr, SHARED: tl.constexpr, BLOCK_K: tl.constexpr, TOP_GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr, SOFTMAX: tl.constexpr, TOP2_SUM: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    NORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token per program; its experts as a [groups, group size] tile, both padded to powers of two."""
     LOWEST: tl.constexpr = -3.4028234663852886e38  # of what may still be chosen; chosen and padding are -inf
@@ -87,6 +88,7 @@ def _route_kernel(
     member = tl.arange(0, BLOCK_S)
     expert = group[:, None] * S + member[None, :]
     exists = (group[:, None] < G) & (member[None, :] < S)
+    wait_for_previous(PDL)
     logits = tl.load(logits_ptr + row * E + expert, mask=exists, other=-float("inf"))
     if SOFTMAX:
         scores = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
@@ -192,6 +194,6 @@ def route_experts(
             BLOCK_G=triton.next_power_of_2(num_groups), BLOCK_S=triton.next_power_of_2(group_size),
             K=top_k, SHARED=num_shared, BLOCK_K=triton.next_power_of_2(num_chosen), TOP_GROUPS=top_groups,
             HAS_BIAS=bias is not None, HAS_SLOTS=slots is not None, SOFTMAX=scoring == "softmax",
-            TOP2_SUM=group_score == "top2_sum", NORMALIZE=normalize, num_warps=1,
+            TOP2_SUM=group_score == "top2_sum", NORMALIZE=normalize, num_warps=1, **dependent_launch(logits.device),
         )  # fmt: skip
     return ids, weights

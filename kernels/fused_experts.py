@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import tuning
 from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, use_triton
+from kernels.dependent_launch import dependent_launch, wait_for_previous
 
 # On CPU an expert's rows are padded to a multiple of this, the smallest row count at which MKL's bits settle.
 _CPU_ROWS = 4
@@ -75,7 +76,7 @@ def _torch_experts(
 @triton.jit(do_not_specialize=["num_pairs"])
 def _sort_kernel(
     ids_ptr, rows_ptr, block_experts_ptr, num_blocks_ptr, num_pairs,
-    E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Counting sort of pairs by expert, padded to BLOCK_M rows each. Program e places expert e's pairs, in order:
 
@@ -86,6 +87,7 @@ def _sort_kernel(
     """
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
+    wait_for_previous(PDL)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, num_pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
@@ -122,10 +124,11 @@ def _tile_of(pid, num_blocks, num_columns: tl.constexpr, GROUP: tl.constexpr):
 def _gate_up_kernel(
     x_ptr, gate_up_desc, hidden_ptr, rows_ptr, block_experts_ptr, num_blocks_ptr, num_pairs,
     D: tl.constexpr, INTER: tl.constexpr, TOP_K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden[r] = silu(gate) * up of the token in sorted row r. Each program walks over tiles."""
     columns: tl.constexpr = (INTER + BLOCK_N - 1) // BLOCK_N
+    wait_for_previous(PDL)
     num_blocks = tl.load(num_blocks_ptr)
     k = tl.arange(0, BLOCK_K)
     for tile in tl.range(tl.program_id(0), num_blocks * columns, tl.num_programs(0)):
@@ -155,7 +158,7 @@ def _gate_up_kernel(
 def _down_kernel(
     hidden_desc, down_desc, weights_ptr, out_ptr, rows_ptr, block_experts_ptr, num_blocks_ptr, num_pairs,
     D: tl.constexpr, INTER: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = weights[pair] * down @ hidden of the pair's sorted row.
 
@@ -163,6 +166,7 @@ def _down_kernel(
     4 to 20% here; the gate and up GEMM, which gathers rows through an index, loses by it.
     """
     columns: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    wait_for_previous(PDL)
     num_blocks = tl.load(num_blocks_ptr)
     for tile in tl.range(tl.program_id(0), num_blocks * columns, tl.num_programs(0), flatten=True):
         block, column = _tile_of(tile, num_blocks, columns, GROUP)
@@ -181,12 +185,14 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    parts_ptr, ids_ptr, out_ptr, E: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    parts_ptr, ids_ptr, out_ptr,
+    E: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out[n] = sum_j parts[n, j] in the order of j, leaving out pairs without an expert."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
+    wait_for_previous(PDL)
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
         expert = tl.load(ids_ptr + pair)
@@ -239,7 +245,7 @@ def _triton_experts(
     _sort_kernel[(num_experts,)](
         ids, rows, block_experts, num_blocks, num_pairs,
         E=num_experts, BINS=triton.next_power_of_2(num_experts + 1), BLOCK_M=tiles.rows,
-        CHUNK=min(8192, max(256, triton.next_power_of_2(num_pairs // 4))), num_warps=8,
+        CHUNK=min(8192, max(256, triton.next_power_of_2(num_pairs // 4))), num_warps=8, **dependent_launch(device),
     )  # fmt: skip
     hidden = torch.empty(len(rows), inter, dtype=x.dtype, device=device)
     parts = torch.empty(num_pairs, dim, dtype=x.dtype, device=device)
@@ -251,7 +257,7 @@ def _triton_experts(
         rows, block_experts, num_blocks, num_pairs,
         D=dim, INTER=inter, TOP_K=top_k, PRECISION=precision,
         BLOCK_M=tiles.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent_launch(device),
     )  # fmt: skip
     tile = tiles.down
     _down_kernel[(min(max_blocks * triton.cdiv(dim, tile.columns), tile.programs * processors),)](
@@ -259,12 +265,12 @@ def _triton_experts(
         weights, parts, rows, block_experts, num_blocks, num_pairs,
         D=dim, INTER=inter, PRECISION=precision,
         BLOCK_M=tiles.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent_launch(device),
     )  # fmt: skip
     out = torch.empty_like(x)
     block = min(1024, triton.next_power_of_2(dim))
     _sum_kernel[(num_tokens, triton.cdiv(dim, block))](
-        parts, ids, out, E=num_experts, D=dim, TOP_K=top_k, BLOCK_D=block
+        parts, ids, out, E=num_experts, D=dim, TOP_K=top_k, BLOCK_D=block, **dependent_launch(device)
     )
     return out
 

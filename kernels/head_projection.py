@@ -8,8 +8,11 @@ import triton.language as tl
 
 from kernels import native, native_products
 from kernels.checks import Backend, check_dtype, check_last_dim_contiguous, check_shape, use_triton
+from kernels.dependent_launch import dependent_launch, wait_for_previous
 
-_BLOCK_N, _BLOCK_M = 16, 64
+_BLOCK_N = 16
+# Few rows are bound by how fast the weight streams in: many programs then, each of which asks for its part at once.
+_FEW, _MANY = (16, 512), (64, 128)  # up to _BLOCK_N rows, and above: outputs of a program, inputs of a step
 
 
 def project_heads_reference(x: torch.Tensor, weight: torch.Tensor, *, tail: int = 0) -> torch.Tensor:
@@ -24,9 +27,12 @@ def _project_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows,
     x_row_stride, x_head_stride, w_head_stride, w_in_stride, w_out_stride,
     H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_N rows, BLOCK_M outputs] of one head; the first column of tiles also copies the tail."""
+    """One tile [BLOCK_N rows, BLOCK_M outputs] of one head; the first column of tiles also copies the tail.
+
+    The first weights are on their way before the rows are there.
+    """
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     head = tl.program_id(1)
     column = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -35,10 +41,14 @@ def _project_kernel(
     out_rows = out_ptr + (row.to(tl.int64) * H + head) * (M + TAIL)
     weights = weight_ptr + head.to(tl.int64) * w_head_stride + column[None, :] * w_out_stride
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    w = tl.load(weights + k[:, None] * w_in_stride, mask=(k[:, None] < K) & is_column[None, :], other=0.0)
+    wait_for_previous(PDL)
     for start in tl.static_range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
+        if start > 0:
+            w = tl.load(weights + k[:, None] * w_in_stride, mask=(k[:, None] < K) & is_column[None, :], other=0.0)
         x = tl.load(x_rows[:, None] + k[None, :], mask=is_row[:, None] & (k[None, :] < K), other=0.0)
-        w = tl.load(weights + k[:, None] * w_in_stride, mask=(k[:, None] < K) & is_column[None, :], other=0.0)
         total = tl.dot(x, w, total, input_precision=PRECISION)
     mask = is_row[:, None] & is_column[None, :]
     tl.store(out_rows[:, None] + column[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -75,12 +85,13 @@ def project_heads(
     out = torch.empty(x.shape[0], num_heads, out_width + tail, dtype=x.dtype, device=x.device)
     if x.shape[0] == 0:
         return out
-    grid = (triton.cdiv(x.shape[0], _BLOCK_N), num_heads, triton.cdiv(out_width, _BLOCK_M))
+    block_m, block_k = _FEW if x.shape[0] <= _BLOCK_N else _MANY
+    grid = (triton.cdiv(x.shape[0], _BLOCK_N), num_heads, triton.cdiv(out_width, block_m))
     _project_kernel[grid](
         x, weight, out, x.shape[0], x.stride(0), x.stride(1), *weight.stride(),
         H=num_heads, K=width, M=out_width, TAIL=tail, BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)),
-        BLOCK_N=_BLOCK_N, BLOCK_K=min(max(triton.next_power_of_2(width), 16), 128), BLOCK_M=_BLOCK_M,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4,
+        BLOCK_N=_BLOCK_N, BLOCK_K=min(max(triton.next_power_of_2(width), 16), block_k), BLOCK_M=block_m,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, **dependent_launch(x.device),
     )  # fmt: skip
     return out
 

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernels import mla_decode_hopper, tuning
 from kernels.checks import Backend, check_contiguous, check_dtype, check_last_dim_contiguous, check_shape, use_triton
+from kernels.dependent_launch import dependent_launch, wait_for_previous
 from kernels.fp8_entry import Fp8Entry
 from kernels.mla_decode_cpu import CpuDecodePlan, decode_cpu, plan_cpu
 from kernels.mla_decode_plan import PLAN_TILE, TritonDecodePlan, heads_per_program, plan_triton
@@ -185,6 +186,7 @@ def _decode_triton(
             BLOCK_ROPE=max(16, triton.next_power_of_2(dim - value_dim)),
             num_warps=launch["num_warps"],
             num_stages=launch["num_stages"],
+            **dependent_launch(q.device),
         )
     # Few rows may have many splits each: then the splits are loaded together, else the row's columns.
     splits, columns = (64, 64) if num_rows * num_heads <= 128 else (4, 512)
@@ -200,6 +202,7 @@ def _decode_triton(
         SPLITS=splits,
         COLUMNS=columns,
         num_warps=4,
+        **dependent_launch(q.device),
     )
     return out
 
@@ -267,12 +270,14 @@ def _decode_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One share of the tiles (TritonDecodePlan) for one group of heads; programs of a share are neighbours in L2.
 
     Any shape, dtype and card; the shapes served on Hopper run mla_decode_hopper instead.
     """
     NUM_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    wait_for_previous(PDL)
     program = tl.program_id(0) // NUM_GROUPS
     head = tl.program_id(0) % NUM_GROUPS * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     column = tl.arange(0, BLOCK_VALUE)
@@ -356,6 +361,7 @@ def _merge_kernel(
     VALUE_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows that several programs attended: weigh their results by the log-sum-exp. Rows without keys: 0."""
     row = tl.program_id(0)
@@ -363,6 +369,7 @@ def _merge_kernel(
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = column < VALUE_DIM
     target = out + (row.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + column
+    wait_for_previous(PDL)
     row_start = tl.load(tile_starts + row)
     row_end = tl.load(tile_starts + row + 1)
     if row_start == row_end:

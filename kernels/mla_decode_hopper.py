@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TILE = 64  # keys: the M of the matrix unit's instruction
 _ROPE_DIM = 64
@@ -75,6 +76,7 @@ def launch(
         HEADS=heads_per_program,
         KEYS=TILE,
         KEY_AXIS=1 if heads_per_program == 64 else 0,
+        launch_pdl=True,
         num_warps=8 if heads_per_program == 64 else 4,
     )
 
@@ -171,6 +173,8 @@ def _decode_kernel(
     mbarrier.init(arrived.index(0), count=1)
     mbarrier.init(arrived.index(1), count=1)
     fence_async_shared()
+    gdc_wait()  # a dependent launch, see dependent_launch.py
+    gdc_launch_dependents()
 
     NUM_GROUPS: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     program = gl.program_id(0) // NUM_GROUPS

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.dependent_launch import dependent_launch, wait_for_previous
+
 PLAN_TILE = 64  # keys: work is dealt out in tiles of this many
 
 
@@ -64,6 +66,7 @@ def plan_triton(
         TILE=PLAN_TILE,
         BLOCK_ROWS=triton.next_power_of_2(max(num_queries, 1)),
         BLOCK_PROGRAMS=triton.next_power_of_2(num_programs),
+        **dependent_launch(device),
     )
     return plan
 
@@ -98,7 +101,9 @@ def _plan_kernel(
     TILE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_PROGRAMS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.arange(0, BLOCK_ROWS)
     if IS_RAGGED:
         sequence = _last_at_or_before(query_starts, num_sequences + 1, row)

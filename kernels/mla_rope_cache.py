@@ -15,6 +15,7 @@ from kernels.checks import (
     check_shape,
     use_triton,
 )
+from kernels.dependent_launch import dependent_launch, wait_for_previous
 from kernels.fp8_entry import Fp8Entry, scale_of
 
 
@@ -96,11 +97,15 @@ def _mla_rope_cache_kernel(
     q_token_stride, q_head_stride, kv_stride, latent_stride, rope_stride, scale_stride, eps,
     H: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (n, 0) write token n's cache entry; programs (n, g) rotate group g - 1 of its query heads."""
     n = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
+    columns = tl.arange(0, BLOCK_R)
+    mask = columns < R
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     position = tl.load(positions_ptr + n)
     cos_ptr = cos_sin_ptr + position * P
     sin_ptr = cos_ptr + P // 2
@@ -108,11 +113,8 @@ def _mla_rope_cache_kernel(
         slot = tl.load(slots_ptr + n)
         if slot >= 0:
             kv_row = kv_ptr + n * kv_stride
-            columns = tl.arange(0, BLOCK_R)
-            mask = columns < R
             latent = tl.load(kv_row + columns, mask=mask, other=0.0).to(tl.float32)
             scale = 1.0 / tl.sqrt(tl.sum(latent * latent, axis=0) / R + eps)
-            weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
             latent = latent * scale * weight
             if FP8:
                 entry_scale, inverse = scale_of(tl.max(tl.abs(latent), axis=0))
@@ -199,4 +201,5 @@ def mla_rope_cache(
         H=num_heads, NOPE=head_dim - rope_dim, R=rank, P=rope_dim,
         BLOCK_R=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(rope_dim // 2),
         HEADS_PER_PROGRAM=heads_per_program, INTERLEAVED=interleaved, FP8=is_fp8, num_warps=1,
+        **dependent_launch(q.device),
     )  # fmt: skip

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernels import native
 from kernels.checks import Backend, check_contiguous, check_last_dim_contiguous, check_shape, use_triton
+from kernels.dependent_launch import dependent_launch, wait_for_previous
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -29,11 +30,13 @@ def add_rms_norm_reference(
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr,
     x_stride, residual_stride, out_stride, eps,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     mask = columns < D
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         residual_ptrs = residual_ptr + row * residual_stride + columns
@@ -42,7 +45,6 @@ def _rms_norm_kernel(
         tl.store(residual_ptrs, stored, mask=mask)
         x = stored.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + eps)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * out_stride + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -56,6 +58,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     _rms_norm_kernel[(num_rows,)](
         x, target, weight, out, x.stride(0), target.stride(0), out.stride(0), eps,
         D=dim, BLOCK_D=block, ADD=residual is not None, num_warps=min(max(block // 512, 1), 8),
+        **dependent_launch(x.device),
     )  # fmt: skip
     return out
 

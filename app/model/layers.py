@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from app.model.config import ModelConfig, RopeConfig, YarnConfig
 from kernels import native, native_products
+from kernels.row_linear import linear_rows
 
 
 class Linear:
@@ -26,7 +27,7 @@ class Linear:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in], rows may be strided -> [N, out]."""
         if isinstance(self._weight, torch.Tensor):
-            return F.linear(x, self._weight, self._bias)
+            return linear_rows(x, self._weight, self._bias) if x.is_cuda else F.linear(x, self._weight, self._bias)
         y = native_products.linear(x, self._weight, self._num_outputs)
         return y if self._bias is None else y.add_(self._bias)
 

@@ -16,6 +16,7 @@ from kernels.checks import Backend, use_triton
 from kernels.expert_routing import route_experts
 from kernels.experts_cpu import CpuExperts
 from kernels.fused_experts import fused_experts
+from kernels.row_linear import linear_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class MixtureOfExperts:
         # are, the tensor cores give its fp32 logits without a conversion.
         narrow = weights.router.to(torch.bfloat16)
         is_exact = weights.router.is_cuda and torch.equal(narrow.float(), weights.router)
-        self._narrow_router = narrow.t() if is_exact else None
+        self._narrow_router = narrow if is_exact else None
         self._experts: CpuExperts | tuple[torch.Tensor, torch.Tensor] = weights.gate_up, weights.down
         if not use_triton(weights.gate_up, backend) and CpuExperts.can_hold(weights.gate_up):
             self._experts = CpuExperts(weights.gate_up, weights.down)
@@ -66,5 +67,5 @@ class MixtureOfExperts:
 
     def _router_logits(self, x: torch.Tensor) -> torch.Tensor:
         if self._narrow_router is not None and x.dtype == torch.bfloat16:
-            return torch.mm(x, self._narrow_router, out_dtype=torch.float32)
+            return linear_rows(x, self._narrow_router, out_dtype=torch.float32)
         return self._router.forward(x.float())
