@@ -147,7 +147,7 @@ def _pool_line(application: _Application, name: str, pool: PoolConfig, model: Mo
             f"{field}: {engine.max_model_len} exceeds the model's context of {model.max_position_embeddings}", field
         )
     dtype = _dtype(engine, pool.num_gpus)
-    layout = CacheLayout.of(model, dtype)
+    layout = CacheLayout.of(model, dtype, is_fp8=engine.cache_dtype == "fp8")
     line = f"{str(dtype).removeprefix('torch.')}, {layout.bytes_per_token} bytes of cache per token, "
     blocks = _cache_blocks(engine, layout, on_gpu=_is_on_gpu(engine, pool.num_gpus))
     if blocks is None:

@@ -27,6 +27,10 @@ class Fp8Entry:
     rope_dim: int
     dtype: torch.dtype
 
+    def __post_init__(self) -> None:
+        if self.rank % 4 or self.scale_start % 4:
+            raise ValueError(f"FP8 entries need a latent and a rotated key of whole words, got {self}")
+
     @property
     def num_bytes(self) -> int:
         return -(-(self.scale_start + 4) // _ALIGNMENT) * _ALIGNMENT
@@ -36,9 +40,7 @@ class Fp8Entry:
         return self.rank + self.rope_dim * self.dtype.itemsize
 
     def check(self, cache: torch.Tensor) -> None:
-        """Raise ValueError unless `cache` is [..., num_bytes] uint8 and parts of an entry are aligned."""
-        if self.rank % 4 or self.scale_start % 4:
-            raise ValueError(f"cache: FP8 entries need a rank and a rope part of whole words, got {self}")
+        """Raise ValueError unless `cache` is [..., num_bytes] uint8."""
         if cache.dtype != torch.uint8 or cache.shape[-1] != self.num_bytes:
             raise ValueError(
                 f"cache: expected FP8 entries of {self.num_bytes} uint8, got {list(cache.shape)} {cache.dtype}"

@@ -67,6 +67,8 @@ def run_start(shape: str, kernel_cache: str, started_at: float) -> dict[str, flo
     mark("weights_s")
     engine = engine_around(weights, model_config, config)
     mark("engine_s")
+    engine.warm_up()
+    mark("warm_up_s")
     self_test(engine, must_be_invariant=False)
     mark("self_test_s")
     prompt = tuple(index % engine.limits.vocab_size for index in range(PROMPT_TOKENS))

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 import torch
 
 from app.model.config import ModelConfig
+from kernels.fp8_entry import Fp8Entry
 
 LATENT_BLOCK_SIZE = 64  # tokens; follows the attention kind, not a knob
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The latent group: one vector of `dim` values per token and layer, kept while its sequence lives."""
+    """The latent group: one entry of `dim` elements per token and layer, kept while its sequence lives.
+
+    An entry is the latent and the rotated key in the model's dtype, or the bytes of an Fp8Entry: then dtype is uint8.
+    """
 
     num_layers: int
     dim: int
@@ -21,8 +25,12 @@ class CacheLayout:
     block_size: int = LATENT_BLOCK_SIZE
 
     @classmethod
-    def of(cls, model: ModelConfig, dtype: torch.dtype) -> CacheLayout:
-        return cls(num_layers=model.num_layers, dim=model.cache_dim, dtype=dtype)
+    def of(cls, model: ModelConfig, dtype: torch.dtype, *, is_fp8: bool = False) -> CacheLayout:
+        """dtype: of the model. Raises ValueError if the model's latent does not fit an FP8 entry."""
+        if not is_fp8:
+            return cls(num_layers=model.num_layers, dim=model.cache_dim, dtype=dtype)
+        entry = Fp8Entry(model.kv_lora_rank, model.qk_rope_head_dim, dtype)
+        return cls(num_layers=model.num_layers, dim=entry.num_bytes, dtype=torch.uint8)
 
     @property
     def bytes_per_token(self) -> int:

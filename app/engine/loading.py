@@ -90,7 +90,7 @@ def build_engine(
     version: str,
 ) -> Engine:
     """An engine around a model in memory."""
-    layout = CacheLayout.of(model_config, dtype)
+    layout = _cache_layout(config, model_config, device, dtype)
     num_blocks = _num_blocks(config, layout, device)
     limits = _limits(config, model_config, device)
     scheduler = Scheduler(limits, layout, num_blocks, version)
@@ -177,6 +177,14 @@ def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> L
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_token_ids),
     )
+
+
+def _cache_layout(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> CacheLayout:
+    is_fp8 = config.cache_dtype == "fp8"
+    if is_fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise PreflightError(f"engine.cache_dtype: fp8 needs compute capability 8.9 or more, {name} has less")
+    return CacheLayout.of(model, dtype, is_fp8=is_fp8)
 
 
 def _num_blocks(config: EngineConfig, layout: CacheLayout, device: torch.device) -> int:

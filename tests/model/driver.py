@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from app.cache.layout import CacheLayout
 from app.model.inputs import ModelInput
 from app.model.transformer import Transformer
 from kernels.checks import padded_rows
@@ -19,11 +20,11 @@ class Driver:
     Unused cache entries hold NaN, so that a read past a sequence's end shows.
     """
 
-    def __init__(self, model: Transformer, *, num_blocks: int = 48, seed: int = 0) -> None:
+    def __init__(self, model: Transformer, *, num_blocks: int = 48, seed: int = 0, is_fp8: bool = False) -> None:
         self._model = model
         config = model.config
-        shape = (config.num_layers, num_blocks, BLOCK_SIZE, config.cache_dim)
-        self.cache = torch.full(shape, torch.nan, dtype=model.dtype, device=model.device)
+        self.cache = CacheLayout.of(config, model.dtype, is_fp8=is_fp8).allocate(num_blocks, model.device)
+        self.cache.fill_(0xFF if is_fp8 else torch.nan)  # of FP8 entries every byte 0xff is NaN in each part
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
         self._tokens: list[list[int]] = []

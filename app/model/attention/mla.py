@@ -22,6 +22,7 @@ from app.model.layers import Linear
 from kernels.blocks import gather_blocks
 from kernels.checks import Backend
 from kernels.head_projection import HeadProjection
+from kernels.fp8_entry import Fp8Entry
 from kernels.mla_decode import mla_decode, plan_mla_decode
 from kernels.mla_prefill import mla_prefill
 from kernels.mla_rope_cache import mla_rope_cache
@@ -137,7 +138,10 @@ class MlaAttention:
         self._from_latent = HeadProjection(per_head[:, self._nope_dim :].mT, backend)  # [H, R, dv]
 
     def forward(self, x: torch.Tensor, step: AttentionStep, cache: torch.Tensor) -> torch.Tensor:
-        """[N, D] -> [N, D]; writes the step's latents to `cache` [num_blocks, block_size, R + dr] first."""
+        """[N, D] -> [N, D]; writes the step's latents to `cache` first.
+
+        cache: [num_blocks, block_size, R + dr], or FP8 entries of uint8
+        """
         weights = self._weights
         qkv = weights.qkv_a.forward(x)
         kv_start = qkv.shape[1] - self._rank - self._rope_dim
@@ -169,11 +173,13 @@ class MlaAttention:
     def _attend_expanded(self, q: torch.Tensor, rows: ExpandedRows, cache: torch.Tensor) -> torch.Tensor:
         """[N, H, dn + dr] -> [N, H, dv]; padding rows give 0."""
         keys = gather_blocks(
-            cache, rows.block_tables, rows.context_lens, rows.key_starts, rows.num_keys, backend=self._backend
-        )
+            cache, rows.block_tables, rows.context_lens, rows.key_starts, rows.num_keys,
+            entry=entry, backend=self._backend,
+        )  # fmt: skip
         expanded = F.linear(keys[:, : self._rank], self._weights.kv_b).unflatten(1, (self._num_heads, -1))
         return mla_prefill(
             q, expanded[..., : self._nope_dim], keys[:, self._rank :], expanded[..., self._nope_dim :],
             rows.query_starts, rows.key_starts, self._scale,
             max_query_len=rows.max_query_len, max_key_len=rows.max_key_len, backend=self._backend,
         )  # fmt: skip
+        entry = Fp8Entry(self._rank, self._rope_dim, q.dtype) if cache.dtype == torch.uint8 else None
