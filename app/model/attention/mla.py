@@ -172,6 +172,7 @@ class MlaAttention:
 
     def _attend_expanded(self, q: torch.Tensor, rows: ExpandedRows, cache: torch.Tensor) -> torch.Tensor:
         """[N, H, dn + dr] -> [N, H, dv]; padding rows give 0."""
+        entry = Fp8Entry(self._rank, self._rope_dim, q.dtype) if cache.dtype == torch.uint8 else None
         keys = gather_blocks(
             cache, rows.block_tables, rows.context_lens, rows.key_starts, rows.num_keys,
             entry=entry, backend=self._backend,
@@ -182,4 +183,3 @@ class MlaAttention:
             rows.query_starts, rows.key_starts, self._scale,
             max_query_len=rows.max_query_len, max_key_len=rows.max_key_len, backend=self._backend,
         )  # fmt: skip
-        entry = Fp8Entry(self._rank, self._rope_dim, q.dtype) if cache.dtype == torch.uint8 else None
