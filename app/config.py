@@ -198,6 +198,13 @@ class PoolsConfig(FrozenModel):
         return self
 
 
+class QueueBounds(FrozenModel):
+    """How much may wait for one pool. Past it: 429, with the time after which there is room again."""
+
+    max_waiting_seqs: PositiveInt = 128  # sequences per replica beyond those in its batch
+    max_ttft_s: PositiveFloat = 30.0  # prompts that the replicas would take longer to compute do not wait
+
+
 class RouterSettings(FrozenModel):
     """What may change while the router runs (`user_config`)."""
 
@@ -207,6 +214,12 @@ class RouterSettings(FrozenModel):
     expected_output_tokens: PositiveInt = 256  # until a bucket has its own running estimate
     default_timeout_s: PositiveFloat | None = None
     max_ongoing_requests: PositiveInt = 1024  # past it: 429
+    short: QueueBounds = QueueBounds()
+    long: QueueBounds = QueueBounds()
+    # a long request may use a short pool where nobody waits, if its prompt takes no longer there; 0: never
+    spill_bound_s: NonNegativeFloat = 0.5
+    max_retries: Annotated[int, Field(ge=0, le=10)] = 2  # after the loss of a replica, before the first token
+    max_hold_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0  # while a pool has no replica; then 503
 
 
 class VersionConfig(FrozenModel):

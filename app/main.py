@@ -10,6 +10,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from app.config import PoolConfig, PoolsConfig, RouterConfig, load_config
 from app.serving.monitor import Monitor
@@ -60,6 +61,8 @@ def _pool(name: PoolName, config: PoolsConfig, pool: PoolConfig) -> Application:
         health_check_period_s=pool.health_check_period_s,
         health_check_timeout_s=pool.health_check_timeout_s,
         user_config=pool.settings.model_dump(),
+        # By name: the controller imports it from the installed package.
+        request_router_config=RequestRouterConfig(request_router_class="app.serving.request_router:NamedReplicaRouter"),
         **placement_options(pool),
     )
     return deployment(Replica).bind(name, config.model, pool)

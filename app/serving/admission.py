@@ -1,4 +1,4 @@
-"""Whether a router takes one more request."""
+"""Whether a router takes one more request: places for all of them, and what may wait for one pool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.config import QueueBounds
 from app.errors import OverloadedError
+from app.serving.routing import PoolLoad
+
+MIN_RETRY_AFTER_S = 1.0
+MAX_RETRY_AFTER_S = 60.0
 
 
 class ConcurrencyLimit:
@@ -39,3 +44,27 @@ class Admission:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._limit.admit():
             await self._app(scope, receive, send)
+
+
+def check_queue(load: PoolLoad, num_seqs: int, num_prefill_tokens: int, bounds: QueueBounds) -> None:
+    """Raise OverloadedError if a prompt would wait too long; its `retry_after_s` is when there will be room for it.
+
+    A prompt that would be the only one to wait always goes in, and while the speed is not known only the number counts.
+    """
+    num_replicas = max(1, load.num_replicas)
+    excess_seqs = load.waiting_seqs + num_seqs - bounds.max_waiting_seqs * num_replicas
+    if load.waiting_seqs and excess_seqs > 0:
+        wait_s = excess_seqs / load.admitted_seqs_per_s if load.admitted_seqs_per_s else MIN_RETRY_AFTER_S
+        raise OverloadedError(f"{load.waiting_seqs} sequences are waiting already", retry_after_s=_bounded(wait_s))
+    if not load.waiting_prefill_tokens or not load.prefill_tokens_per_s:
+        return
+    speed = load.prefill_tokens_per_s * num_replicas
+    excess_s = (load.waiting_prefill_tokens + num_prefill_tokens) / speed - bounds.max_ttft_s
+    if excess_s > 0:
+        raise OverloadedError(
+            f"{load.waiting_prefill_tokens} prompt tokens are waiting already", retry_after_s=_bounded(excess_s)
+        )
+
+
+def _bounded(wait_s: float) -> float:
+    return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, wait_s))

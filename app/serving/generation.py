@@ -5,29 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from app.errors import LongspanError
-from app.protocol import GenerateRequest, TokenChunk
+from app.protocol import TokenChunk
+from app.serving.dispatch import Items, PromptRun
 from app.serving.responses import DONE_EVENT, Choice, ResponseHead, chunk_error, error_body, event, timed_out, usage
-from app.serving.routing import PoolName
 from app.serving.versions import Version
 
 # The engine ends a request whose time is up and counts it so, after its current step. Only if it does not, the router
 # cancels the call, which the engine takes for a client that left.
 DEADLINE_GRACE_S = 1.0
-
-Items = AsyncGenerator[list[TokenChunk], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRun:
-    """The `n` sequences of one prompt; they run on one replica and share its prefix cache."""
-
-    pool: PoolName
-    requests: tuple[GenerateRequest, ...]
-    prompt_text: str = ""  # echoed
 
 
 class Generation:
@@ -39,7 +27,7 @@ class Generation:
         self._head = head
         self._n = n
         self._deadline_s = deadline_s  # of the event loop's clock
-        self._items = merge([version.generate(run.pool, run.requests) for run in runs])
+        self._items = merge([version.generate(run, deadline_s) for run in runs])
         self._first: list[TokenChunk] = []
         self._choices: dict[str, Choice] = {}
         for run in runs:

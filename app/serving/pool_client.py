@@ -3,7 +3,8 @@
     generate call: first tokens, "moved to channel X", then silent until the request ends; cancelling it aborts
     channel call:  one item per window with the chunks of all requests this router has on one replica
 
-Serve picks the replica of a call, so a channel is opened by trying: a replica that has one already ends the call.
+A call names its replica, and the channel that its tokens come by is opened to that same one. Where Serve picks another
+(see NamedReplicaRouter), a replica that has a channel already ends the second one at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextvars
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,22 +34,27 @@ LAST_TOKENS_TIMEOUT_S = 5.0  # after a call has ended, for what its channel stil
 Inbox = asyncio.Queue[list[TokenChunk] | LongspanError]
 
 
+class ReplicaLostError(UnavailableError):
+    """The replica's process has ended."""
+
+
 class PoolClient:
     def __init__(self, app: str, pool: PoolName) -> None:
         self._name = f"{app}/{pool}"
-        handle: Any = serve.get_deployment_handle(pool, app_name=app)
-        self._generate = handle.options(method_name="generate", stream=True)
-        self._channel = handle.options(method_name="channel", stream=True)
+        self._handle: Any = serve.get_deployment_handle(pool, app_name=app)
         self._router_id = uuid.uuid4().hex
         self._inboxes: dict[str, Inbox] = {}  # by request id
         self._channels: dict[str, set[Inbox]] = {}  # open ones, and who depends on them
         self._tasks: set[asyncio.Task[None]] = set()
-        self._next_attempt_s = 0.0
+        self._next_attempts_s: dict[str, float] = {}  # to open a channel, by replica
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], replica_id: str | None, on_taken: Callable[[str], None]
+    ) -> AsyncGenerator[list[TokenChunk], None]:
         """Run the sequences of one prompt on one replica; each item holds at most one chunk per sequence.
 
-        Closing it aborts them. Raises LongspanError, whatever went wrong below.
+        `on_taken` is told which replica it is before the first item: another one if that of `replica_id` takes no
+        calls, or if it is None. Closing it aborts the sequences. Raises LongspanError, whatever went wrong below.
         """
         inbox: Inbox = asyncio.Queue()
         call: Any = None
@@ -56,8 +62,8 @@ class PoolClient:
         num_open = len(requests)
         try:
             self._inboxes.update((request.request_id, inbox) for request in requests)
-            call = self._call(requests)
-            async for item in self._own_items(call, inbox, num_open):
+            call = self._call("generate", replica_id, tuple(requests), self._router_id)
+            async for item in self._own_items(call, inbox, num_open, on_taken):
                 num_open -= _num_finished(item)
                 yield item
             watcher = self._start(self._watch(call, inbox))
@@ -79,24 +85,32 @@ class PoolClient:
                 if call is not None:
                     call.cancel()
 
-    def _call(self, requests: Sequence[GenerateRequest]) -> Any:
+    def _call(self, method: str, replica_id: str | None, *arguments: Any) -> Any:
         try:
-            return self._generate.remote(tuple(requests), self._router_id)
+            handle = self._handle.options(method_name=method, stream=True, session_id=replica_id or "")
+            # A context of its own: Serve would give all calls of one request the same id, and cancel them with it.
+            return contextvars.Context().run(handle.remote, *arguments)
         except Exception as error:
             raise self._translated(error) from None
 
-    async def _own_items(self, call: Any, inbox: Inbox, num_open: int) -> AsyncGenerator[list[TokenChunk], None]:
+    async def _own_items(
+        self, call: Any, inbox: Inbox, num_open: int, on_taken: Callable[[str], None]
+    ) -> AsyncGenerator[list[TokenChunk], None]:
         """What comes by the request's own stream, until its `num_open` sequences end or it moves to a channel."""
         try:
+            is_first = True
             async for item in call:
                 if isinstance(item, LongspanError):
                     raise item
+                if is_first and item.replica_id:
+                    on_taken(item.replica_id)
+                is_first = False
                 if item.moved_to is not None:
                     if item.moved_to not in self._channels:
                         raise UnavailableError("the stream from the replica broke")
                     self._channels[item.moved_to].add(inbox)
                 else:
-                    self._try_to_open_channel()
+                    self._try_to_open_channel(item.replica_id)
                 num_open -= _num_finished(item.chunks)
                 if item.chunks:
                     yield list(item.chunks)
@@ -122,28 +136,28 @@ class PoolClient:
         await asyncio.sleep(LAST_TOKENS_TIMEOUT_S)
         inbox.put_nowait(UnavailableError("the replica ended the stream early"))
 
-    def _try_to_open_channel(self) -> None:
+    def _try_to_open_channel(self, replica_id: str) -> None:
         now_s = asyncio.get_running_loop().time()
-        if now_s < self._next_attempt_s:
+        if now_s < self._next_attempts_s.get(replica_id, 0.0):
             return
-        self._next_attempt_s = now_s + CHANNEL_RETRY_S
-        # A context of its own: Serve cancels what a request's context started when that request is cancelled.
-        self._start(self._read_channel(), context=contextvars.Context())
+        self._next_attempts_s = {key: until_s for key, until_s in self._next_attempts_s.items() if until_s > now_s}
+        self._next_attempts_s[replica_id] = now_s + CHANNEL_RETRY_S
+        self._start(self._read_channel(replica_id))
 
-    def _start(self, work: Coroutine[Any, Any, None], context: contextvars.Context | None = None) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, context=context)
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
         # The event loop itself holds tasks only weakly.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _read_channel(self) -> None:
+    async def _read_channel(self, replica_id: str) -> None:
         channel_id = uuid.uuid4().hex
         call: Any = None
         # Registered first: a request may move here before the channel's first item has come.
         self._channels[channel_id] = set()
         try:
-            call = self._channel.remote(self._router_id, channel_id)
+            call = self._call("channel", replica_id, self._router_id, channel_id)
             async for chunks in call:
                 self._deliver(chunks)
         except Exception as error:
@@ -170,7 +184,7 @@ class PoolClient:
             return OverloadedError(f"{self._name}: the queue is full")
         if isinstance(error, (RayActorError, DeploymentUnavailableError)):
             logger.warning("%s: %s", self._name, type(error).__name__)
-            return UnavailableError(f"{self._name}: a replica was lost")
+            return ReplicaLostError(f"{self._name}: a replica was lost")
         logger.error("%s: %s", self._name, error)
         return EngineError(f"{self._name}: a replica failed")
 

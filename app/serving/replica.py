@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
@@ -49,7 +50,10 @@ class Replica:
         self._pacer = Pacer()
         self._channels: dict[str, Channel] = {}  # by router
         limits = self._engine.limits
-        self._limits = PoolLimits(limits.max_model_len, limits.vocab_size, self._engine.version)
+        self._limits = PoolLimits(
+            limits.max_model_len, limits.vocab_size, self._engine.version, max_num_seqs=limits.max_num_seqs
+        )
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._reporter = asyncio.create_task(self._report_forever())
         if self._shards is not None:
             self._shards.guard(self._engine, self._pacer)
@@ -76,7 +80,7 @@ class Replica:
                 self._engine.validate(request)
             async with aclosing(group.run(self._engine, find_channel)) as items:
                 async for item in items:
-                    yield item
+                    yield replace(item, replica_id=self._replica_id)
         except LongspanError as error:
             yield error
 

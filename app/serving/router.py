@@ -27,11 +27,12 @@ from app.config import RouterConfig, RouterSettings, load_config
 from app.errors import LongspanError, ModelNotFoundError, UnavailableError
 from app.serving import http, openai
 from app.serving.admission import Admission, ConcurrencyLimit
-from app.serving.generation import Generation, PromptRun
+from app.serving.dispatch import PromptRun
+from app.serving.generation import Generation
 from app.serving.metrics import render
 from app.serving.openai import ApiRequest, Messages, Prompt
 from app.serving.responses import ResponseHead, timed_out
-from app.serving.routing import POOLS, choose_pool, choose_version
+from app.serving.routing import POOLS, bucket_of, choose_pool, choose_version
 from app.serving.versions import Version
 
 # Encoding this many characters takes some 10 ms: longer texts leave the event loop to the other requests.
@@ -44,7 +45,7 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._settings = config.settings
-        self._versions = {version.app: Version(version) for version in config.versions}
+        self._versions = {version.app: Version(version, lambda: self._settings) for version in config.versions}
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take what may change at run time (RouterSettings)."""
@@ -133,7 +134,8 @@ class Router:
 
     async def metrics(self, _request: Request) -> Response:
         series = [series for version in self._versions.values() for series in version.series()]
-        return Response(render(series), media_type=CONTENT_TYPE_LATEST)
+        routers = [series for version in self._versions.values() for series in version.router_series()]
+        return Response(render(series, routers), media_type=CONTENT_TYPE_LATEST)
 
     async def _body(self, request: Request) -> dict[str, Any]:
         return openai.parse_json(await http.read_body(request, self._config.max_body_bytes))
@@ -177,7 +179,16 @@ class Router:
         max_model_len = max(limit.max_model_len for limit in limits.values()) if limits.keys() == set(POOLS) else None
         for index, prompt in enumerate(prompts):
             ids = await _encode(version, prompt, max_model_len)
-            pool = choose_pool(len(ids), api.max_tokens, limits, self._settings)
+            bucket = bucket_of(len(ids), self._settings)
+            choose = partial(
+                choose_pool,
+                len(ids),
+                api.max_tokens,
+                limits,
+                self._settings,
+                expected_output_tokens=version.estimates.expected_tokens(bucket),
+            )
+            pool = choose(loads=version.loads())
             requests = openai.generate_requests(
                 replace(api, timeout_s=_remaining_s(deadline_s)),
                 ids,
@@ -188,7 +199,7 @@ class Router:
             echo = ""
             if api.echo:
                 echo = prompt if isinstance(prompt, str) else version.tokenizer.decode(ids)
-            runs.append(PromptRun(pool, requests, echo))
+            runs.append(PromptRun(pool, requests, bucket, echo, api.stream, is_spilled=pool != choose()))
         return runs
 
 

@@ -7,7 +7,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from app.config import RouterSettings
 from app.errors import UnavailableError
@@ -31,6 +31,7 @@ class PoolLimits:
     max_model_len: int  # prompt + output tokens of one sequence
     vocab_size: int
     version: str  # digest of weights and config
+    max_num_seqs: int | None = None  # in one replica's batch
 
 
 def predicted_cost_tokens(num_prompt_tokens: int, max_tokens: int | None, expected_output_tokens: int) -> int:
@@ -50,6 +51,21 @@ class OutputEstimate:
         return OutputEstimate(self.mean_tokens + (num_output_tokens - self.mean_tokens) / ESTIMATE_WINDOW)
 
 
+class OutputEstimates:
+    """The estimate of each bucket."""
+
+    def __init__(self, mean_tokens: float) -> None:
+        self._estimates = dict.fromkeys(POOLS, OutputEstimate(mean_tokens))
+
+    def expected_tokens(self, bucket: PoolName) -> float:
+        return self._estimates[bucket].mean_tokens
+
+    def observe(self, bucket: PoolName, num_output_tokens: int, *, was_cut: bool) -> None:
+        """Learn from a sequence that ended. One cut by max_tokens says only that it would have been longer still."""
+        if not was_cut or num_output_tokens > self._estimates[bucket].mean_tokens:
+            self._estimates[bucket] = self._estimates[bucket].observe(num_output_tokens)
+
+
 def bucket_of(num_prompt_tokens: int, settings: RouterSettings) -> PoolName:
     """The bucket whose output estimate applies: by the prompt alone, since the output is what is to be estimated."""
     return "short" if num_prompt_tokens <= settings.short_max_cost_tokens else "long"
@@ -61,8 +77,10 @@ class PoolLoad:
 
     num_replicas: int = 0
     running_seqs: int = 0
-    waiting_seqs: int = 0
+    waiting_seqs: int = 0  # beyond the replicas' batches
     prefill_tokens_per_s: float | None = None  # of one replica
+    waiting_prefill_tokens: int = 0  # of prompts that have no token yet
+    admitted_seqs_per_s: float = 0.0  # by all replicas
 
     @property
     def is_idle(self) -> bool:
@@ -81,14 +99,13 @@ def choose_pool(
     *,
     expected_output_tokens: float | None = None,
     loads: Mapping[PoolName, PoolLoad] | None = None,
-    spill_bound_s: float = 0.5,
 ) -> PoolName:
     """The short pool for a request that is predicted short and fits it for certain, else the long pool.
 
     With `loads`, a request may spill out of a pool that queues: a short one only into an idle long pool; a long one
     only into a short pool that it fits for certain, where nobody waits, and whose engine it would occupy no longer
-    than `spill_bound_s`. Without max_tokens the answer ends where the chosen pool's context does. Whether the request
-    fits the long pool is not judged here. Raises UnavailableError if the pool has not come up yet.
+    than the settings' `spill_bound_s`. Without max_tokens the answer ends where the chosen pool's context does. Whether
+    the request fits the long pool is not judged here. Raises UnavailableError if the pool has not come up yet.
     """
     expected = settings.expected_output_tokens if expected_output_tokens is None else round(expected_output_tokens)
     cost = predicted_cost_tokens(num_prompt_tokens, max_tokens, expected)
@@ -101,7 +118,7 @@ def choose_pool(
     if pool == "short":
         return "long" if "long" in limits and loads.get("long", PoolLoad()).is_idle else "short"
     short = loads.get("short", PoolLoad())
-    is_bounded = num_prompt_tokens <= spill_bound_s * (short.prefill_tokens_per_s or 0.0)
+    is_bounded = num_prompt_tokens <= settings.spill_bound_s * (short.prefill_tokens_per_s or 0.0)
     can_end = max_tokens is not None and "short" in limits and fits_short
     return "short" if can_end and is_bounded and not short.is_queueing else "long"
 
@@ -116,7 +133,7 @@ class ReplicaLoad:
     waiting_prefill_tokens: int = 0
     kv_usage: float = 0.0
     age_s: float = 0.0  # of the report
-    sent_seqs: int = 0  # since the report
+    sent_seqs: int = 0  # by this router, not in the figures above
     sent_tokens: int = 0
 
     @property
@@ -151,8 +168,13 @@ def choose_replica(
     return equals[int(chance * len(equals))].replica_id
 
 
-def prefix_keys(token_ids: Sequence[int], cache_salt: str = "") -> list[bytes]:
-    """Keys of the prompt's prefixes of 64, 128, 256, ... tokens, shortest first.
+class PrefixKey(NamedTuple):
+    num_tokens: int
+    digest: bytes
+
+
+def prefix_keys(token_ids: Sequence[int], cache_salt: str = "") -> list[PrefixKey]:
+    """Keys of the prompt's prefixes of 64, 128, 192, ... tokens, shortest first, each at most a quarter longer.
 
     A later turn of a conversation begins with the earlier one, so it shares all of that one's keys.
     """
@@ -160,9 +182,14 @@ def prefix_keys(token_ids: Sequence[int], cache_salt: str = "") -> list[bytes]:
     keys, start, end = [], 0, SHORTEST_PREFIX_TOKENS
     while end <= len(token_ids):
         digest.update(array("q", token_ids[start:end]).tobytes())
-        keys.append(digest.digest())
-        start, end = end, 2 * end
+        keys.append(PrefixKey(end, digest.digest()))
+        start, end = end, end + max(SHORTEST_PREFIX_TOKENS, end // 4)
     return keys
+
+
+class PrefixMatch(NamedTuple):
+    num_tokens: int
+    holders: tuple[str, ...]
 
 
 class PrefixDirectory:
@@ -172,12 +199,15 @@ class PrefixDirectory:
         self._max_keys, self._max_holders = max_keys, max_holders
         self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
 
-    def find(self, keys: Sequence[bytes]) -> tuple[str, ...]:
-        """Holders of the longest known prefix; none if no prefix is known."""
-        return next((self._holders[key] for key in reversed(keys) if key in self._holders), ())
+    def find(self, keys: Sequence[PrefixKey]) -> PrefixMatch:
+        """The longest known prefix and its holders; of no tokens if none is known."""
+        for num_tokens, key in reversed(keys):
+            if key in self._holders:
+                return PrefixMatch(num_tokens, self._holders[key])
+        return PrefixMatch(0, ())
 
-    def record(self, keys: Sequence[bytes], replica_id: str) -> None:
-        for key in keys:
+    def record(self, keys: Sequence[PrefixKey], replica_id: str) -> None:
+        for _, key in keys:
             others = [held for held in self._holders.pop(key, ()) if held != replica_id]
             self._holders[key] = (replica_id, *others[: self._max_holders - 1])
         while len(self._holders) > self._max_keys:

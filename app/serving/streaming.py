@@ -32,6 +32,7 @@ class StreamItem:
 
     chunks: tuple[TokenChunk, ...]  # at most one per sequence
     moved_to: str | None = None  # the channel that carries all later chunks
+    replica_id: str = ""  # filled by the replica
 
 
 class Generator(Protocol):

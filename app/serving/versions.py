@@ -5,35 +5,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+import uuid
+from collections.abc import Callable
 
 from ray import serve
 
-from app.config import VersionConfig
-from app.protocol import GenerateRequest, TokenChunk
-from app.serving.metrics import ReplicaSeries
-from app.serving.monitor import STALE_AFTER_S, VersionSnapshot
+from app.config import RouterSettings, VersionConfig
+from app.serving.dispatch import Dispatcher, Items, PromptRun
+from app.serving.metrics import ReplicaSeries, RouterSeries
+from app.serving.monitor import STALE_AFTER_S, RouterReport, VersionSnapshot
 from app.serving.pool_client import PoolClient
-from app.serving.routing import POOLS, PoolLimits, PoolName
+from app.serving.routing import POOLS, OutputEstimates, PoolLimits, PoolLoad, PoolName
 from app.tokenizer import Tokenizer
 
 logger = logging.getLogger("ray.serve")
 
 POLL_PERIOD_S = 1.0
-STARTING_POLL_PERIOD_S = 0.2  # until the first snapshot
+WAITING_POLL_PERIOD_S = 0.2  # until the first snapshot, and while a request is held for want of a replica
 
 
 class Version:
     """One application of pools. Raises CheckpointError if its tokenizer cannot be read."""
 
-    def __init__(self, config: VersionConfig) -> None:
+    def __init__(self, config: VersionConfig, settings: Callable[[], RouterSettings]) -> None:
         self.app = config.app
         self.model = config.model.name
         self.tokenizer = Tokenizer(config.model.folder)
         self.limits: dict[PoolName, PoolLimits] = {}  # of every pool that ever reported
         self._snapshot = VersionSnapshot({}, ())
         self._snapshot_s = -STALE_AFTER_S
-        self._pools = {pool: PoolClient(config.app, pool) for pool in POOLS}
+        self.estimates = OutputEstimates(settings().expected_output_tokens)
+        self._router_id = uuid.uuid4().hex
+        self._pools = {pool: Dispatcher(pool, PoolClient(config.app, pool), settings, self.estimates) for pool in POOLS}
         self._monitor = serve.get_deployment_handle("monitor", app_name=config.app)
 
     @property
@@ -50,17 +53,34 @@ class Version:
             if age_s + since_s < STALE_AFTER_S
         ]
 
+    def router_series(self) -> list[RouterSeries]:
+        """What every router does with this version's requests, for /metrics."""
+        if time.monotonic() - self._snapshot_s >= STALE_AFTER_S:
+            return []
+        return [
+            RouterSeries((self.model, self.app, pool, router.router_id), traffic)
+            for router in self._snapshot.routers
+            for pool, traffic in router.pools.items()
+        ]
+
     async def poll_forever(self) -> None:
         """Keep the snapshot fresh. An unreachable monitor leaves the old one: no data is not zero."""
         while True:
             try:
-                self._snapshot = await self._monitor.snapshot.remote()
+                traffic = {pool: dispatcher.traffic for pool, dispatcher in self._pools.items()}
+                self._snapshot = await self._monitor.exchange.remote(RouterReport(self._router_id, traffic))
                 self._snapshot_s = time.monotonic()
                 self.limits.update(self._snapshot.limits)
+                for pool, dispatcher in self._pools.items():
+                    dispatcher.update([held for held in self._snapshot.replicas if held[1].pool == pool])
             except Exception as error:  # not deployed yet, restarting, or its node is gone
                 logger.debug("no snapshot of %s: %s", self.app, type(error).__name__)
-            await asyncio.sleep(POLL_PERIOD_S if self.limits else STARTING_POLL_PERIOD_S)
+            is_waited_for = not self.limits or any(one.traffic.router_requests_held for one in self._pools.values())
+            await asyncio.sleep(WAITING_POLL_PERIOD_S if is_waited_for else POLL_PERIOD_S)
 
-    def generate(self, pool: PoolName, requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
-        """Run the sequences of one prompt on a replica of `pool`: see PoolClient."""
-        return self._pools[pool].generate(requests)
+    def loads(self) -> dict[PoolName, PoolLoad]:
+        return {pool: dispatcher.load() for pool, dispatcher in self._pools.items()}
+
+    def generate(self, run: PromptRun, deadline_s: float | None) -> Items:
+        """Run the sequences of one prompt on a replica of its pool: see Dispatcher."""
+        return self._pools[run.pool].generate(run, deadline_s)

@@ -12,9 +12,9 @@ import pytest
 from app.errors import DeadlineExceededError, EngineError, LongspanError, OverloadedError
 from app.protocol import GenerateRequest, SamplingParams, TokenChunk
 from app.serving import generation as module
-from app.serving.generation import Generation, PromptRun, merge
+from app.serving.dispatch import PromptRun
+from app.serving.generation import Generation, merge
 from app.serving.responses import ResponseHead
-from app.serving.routing import PoolName
 from app.serving.versions import Version
 from tests.serving.scripted import TOKENIZER
 
@@ -31,7 +31,7 @@ class ScriptedVersion:
         self.num_open = 0
         self.num_cut = 0  # closed before the script's last step
 
-    def generate(self, _pool: PoolName, _requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
+    def generate(self, _run: PromptRun | None, _deadline_s: float | None) -> AsyncGenerator[list[TokenChunk], None]:
         return self._play(next(self._scripts))
 
     async def _play(self, script: Script) -> AsyncGenerator[list[TokenChunk], None]:
@@ -63,7 +63,7 @@ def generation(
     echo: str = "",
 ) -> Generation:
     runs = [
-        PromptRun("short", tuple(GenerateRequest(name, (1,), SamplingParams()) for name in group), echo)
+        PromptRun("short", tuple(GenerateRequest(name, (1,), SamplingParams()) for name in group), "short", echo)
         for group in groups
     ]
     deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
@@ -236,7 +236,7 @@ async def test_closing_early_closes_every_stream() -> None:
 @pytest.mark.asyncio
 async def test_merge_waits_for_every_stream_to_start() -> None:
     version = ScriptedVersion([[chunk("a", "1")], [chunk("a", "2", "stop")]], [0.05, [chunk("b", "x", "stop")]])
-    items = merge([version.generate("short", ()), version.generate("short", ())])
+    items = merge([version.generate(None, None), version.generate(None, None)])
     first = await anext(items)
     assert [(item.request_id, item.text) for item in first] == [("a", "1"), ("a", "2"), ("b", "x")]
     assert await anext(items, None) is None

@@ -13,7 +13,7 @@ from ray.serve.exceptions import BackPressureError
 from app.errors import EngineError, InvalidRequestError, LongspanError, OverloadedError, UnavailableError
 from app.protocol import GenerateRequest, SamplingParams, TokenChunk
 from app.serving import pool_client
-from app.serving.pool_client import PoolClient
+from app.serving.pool_client import PoolClient, ReplicaLostError
 from app.serving.streaming import StreamItem
 
 
@@ -59,9 +59,13 @@ class Pool:
         self.generate, self.channel = Handle(), Handle()
         monkeypatch.setattr(pool_client.serve, "get_deployment_handle", lambda *_args, **_kwargs: self)
         self.client = PoolClient("pools", "short")
+        self.replica_id: str | None = "r1"  # asked for
+        self.asked: list[str] = []
+        self.taken: list[str] = []
 
-    def options(self, *, method_name: str, stream: bool) -> Handle:
+    def options(self, *, method_name: str, stream: bool, session_id: str) -> Handle:
         assert stream
+        self.asked.append(session_id)
         return self.generate if method_name == "generate" else self.channel
 
 
@@ -80,7 +84,7 @@ def chunk(name: str, text: str, finish: Any = None) -> TokenChunk:
 
 async def read(pool: Pool, *names: str) -> str:
     """The texts of a generation, each prefixed by its sequence's name."""
-    items = [item async for item in pool.client.generate(requests(*names))]
+    items = [item async for item in pool.client.generate(requests(*names), pool.replica_id, pool.taken.append)]
     return " ".join(f"{chunk.request_id}:{chunk.text}" for item in items for chunk in item)
 
 
@@ -207,7 +211,7 @@ async def test_a_move_to_an_unknown_channel_is_a_loss(pool: Pool) -> None:
     [
         (InvalidRequestError("no", param="prompt"), InvalidRequestError),
         (BackPressureError(num_queued_requests=1, max_queued_requests=1), OverloadedError),
-        (ActorDiedError(), UnavailableError),
+        (ActorDiedError(), ReplicaLostError),
         (RuntimeError("a bug"), EngineError),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else type(value).__name__,
@@ -225,10 +229,27 @@ async def test_whatever_goes_wrong_is_a_longspan_error(pool: Pool, raised: Excep
 @pytest.mark.asyncio
 async def test_closing_cancels_the_call(pool: Pool, moved: bool) -> None:
     _, channel_id = await open_channel(pool)
-    items = pool.client.generate(requests("a", "b"))
+    items = pool.client.generate(requests("a", "b"), "r1", pool.taken.append)
     first = asyncio.ensure_future(anext(items))
     await settle()
     pool.generate.calls[1].put(StreamItem((chunk("a", "1"), chunk("b", "1")), channel_id if moved else None))
     assert len(await first) == 2
     await items.aclose()
     assert pool.generate.calls[1].is_cancelled
+
+
+@pytest.mark.asyncio
+async def test_a_call_names_its_replica_and_the_channel_goes_where_it_was_taken(pool: Pool) -> None:
+    task = asyncio.create_task(read(pool, "a"))
+    await settle()
+    pool.generate.calls[0].put(StreamItem((chunk("a", "1", "stop"),), replica_id="r2"), None)
+    await task
+    await settle()
+    assert (pool.asked, pool.taken) == (["r1", "r2"], ["r2"])
+    pool.replica_id = None
+    task = asyncio.create_task(read(pool, "b"))
+    await settle()
+    pool.generate.calls[1].put(StreamItem((chunk("b", "1", "stop"),), replica_id="r3"), None)
+    await task
+    await settle()
+    assert (pool.asked[2:], pool.taken[1:]) == (["", "r3"], ["r3"])

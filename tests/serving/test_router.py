@@ -13,8 +13,9 @@ import pytest
 from app.config import RouterConfig, VersionConfig
 from app.protocol import GenerateRequest, TokenChunk
 from app.serving import router as module
+from app.serving.dispatch import PromptRun
 from app.serving.router import Router
-from app.serving.routing import PoolLimits, PoolName
+from app.serving.routing import OutputEstimates, PoolLimits, PoolLoad, PoolName
 from tests.serving.scripted import TOKENIZER
 
 Play = Callable[[Sequence[GenerateRequest]], AsyncGenerator[list[TokenChunk], None]]
@@ -30,17 +31,24 @@ class ScriptedVersion:
             pool: PoolLimits(max_model_len, TOKENIZER.vocab_size, "digest")
             for pool, max_model_len in (("short", 100), ("long", 1000))
         }
+        self.estimates = OutputEstimates(20.0)
+        self.pool_loads: dict[PoolName, PoolLoad] = {pool: PoolLoad(1) for pool in self.limits}
+        self.runs: list[PromptRun] = []
         self._play = play
 
-    def generate(self, _pool: PoolName, requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
+    def loads(self) -> dict[PoolName, PoolLoad]:
+        return self.pool_loads
+
+    def generate(self, run: PromptRun, _deadline_s: float | None) -> AsyncGenerator[list[TokenChunk], None]:
         assert self._play is not None, "nothing should reach a pool"
-        return self._play(requests)
+        self.runs.append(run)
+        return self._play(run.requests)
 
 
 @pytest.fixture
 def client_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedVersion], httpx.AsyncClient]:
     def build(version: ScriptedVersion) -> httpx.AsyncClient:
-        monkeypatch.setattr(module, "Version", lambda _config: version)
+        monkeypatch.setattr(module, "Version", lambda _config, _settings: version)
         app = Router(RouterConfig(versions=(VersionConfig(app="pools"),))).__serve_build_asgi_app__()
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
 
@@ -134,3 +142,25 @@ async def test_a_streamed_chat_begins_with_the_role_and_ends_with_done(client_of
     (event,) = data_events(response)
     assert event["choices"][0]["delta"] == {"role": "assistant", "content": "x"}
     assert response.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.asyncio
+async def test_the_pool_follows_load_and_what_the_bucket_was_seen_to_generate(client_of: ClientOf) -> None:
+    version = ScriptedVersion(one_token)
+    async with client_of(version) as client:
+
+        async def pool_of(**body: Any) -> tuple[str, bool]:
+            messages = [{"role": "user", "content": "hi"}]
+            response = await client.post("/v1/chat/completions", json={"messages": messages, **body})
+            assert response.status_code == 200, response.text
+            return version.runs[-1].pool, version.runs[-1].is_spilled
+
+        assert await pool_of(max_tokens=50) == ("short", False)
+        version.pool_loads["short"] = PoolLoad(1, waiting_seqs=3)
+        assert await pool_of(max_tokens=50) == ("long", True)
+        version.pool_loads["long"] = PoolLoad(1, running_seqs=1)
+        assert await pool_of(max_tokens=50) == ("short", False)
+        for _ in range(500):
+            version.estimates.observe("short", 5000, was_cut=False)
+        assert await pool_of() == ("long", False)
+    assert [run.is_streamed for run in version.runs] == [False] * 4

@@ -16,6 +16,7 @@ from app.serving.routing import (
     PoolLoad,
     PoolName,
     PrefixDirectory,
+    PrefixKey,
     ReplicaLoad,
     bucket_of,
     choose_pool,
@@ -189,7 +190,7 @@ def test_a_burst_with_one_prefix_spreads_evenly_enough_and_mostly_hits() -> None
     directory, keys, chance, num_hits = PrefixDirectory(), prefix_keys(range(512)), random.Random(2), 0
     for _ in range(64):
         loads = [ReplicaLoad(name, sent_seqs=count) for name, count in sent.items()]
-        holders = directory.find(keys)
+        holders = directory.find(keys).holders
         name = choose_replica(loads, chance.random(), holders, other_chance=chance.random())
         num_hits += name in holders
         directory.record(keys, name)
@@ -200,25 +201,27 @@ def test_a_burst_with_one_prefix_spreads_evenly_enough_and_mostly_hits() -> None
 
 def test_a_conversations_turns_share_their_prefixes() -> None:
     first, second = list(range(300)), list(range(700))
-    assert len(prefix_keys(first)) == 3 and len(prefix_keys(second)) == 4
-    assert prefix_keys(second)[:3] == prefix_keys(first)
+    assert [key.num_tokens for key in prefix_keys(first)] == [64, 128, 192, 256]
+    assert [key.num_tokens for key in prefix_keys(second)] == [64, 128, 192, 256, 320, 400, 500, 625]
+    assert prefix_keys(second)[:4] == prefix_keys(first)
     assert not set(prefix_keys(first)) & set(prefix_keys(first, cache_salt="other"))
     assert prefix_keys(range(63)) == []
     directory = PrefixDirectory()
     directory.record(prefix_keys(first), "a")
-    assert directory.find(prefix_keys(second)) == ("a",)
+    assert directory.find(prefix_keys(second)) == (256, ("a",))
     directory.record(prefix_keys(second), "b")
-    assert directory.find(prefix_keys(second)) == ("b",)
-    assert directory.find(prefix_keys(first)) == ("b", "a")
-    assert directory.find(prefix_keys([*range(64), *range(900, 1200)])) == ("b", "a")
-    assert directory.find(prefix_keys(range(5, 700))) == ()
+    assert directory.find(prefix_keys(second)) == (625, ("b",))
+    assert directory.find(prefix_keys(first)) == (256, ("b", "a"))
+    assert directory.find(prefix_keys([*range(64), *range(900, 1200)])) == (64, ("b", "a"))
+    assert directory.find(prefix_keys(range(5, 700))) == (0, ())
 
 
 def test_the_directory_forgets_what_was_used_longest_ago() -> None:
     directory = PrefixDirectory(max_keys=3)
-    directory.record([b"1", b"2"], "a")
-    directory.record([b"3"], "a")
-    directory.record([b"1"], "b")
-    directory.record([b"4"], "a")
-    assert directory.find([b"2"]) == ()
-    assert directory.find([b"1"]) == ("b", "a")
+    one, two, three, four = (PrefixKey(64, name) for name in (b"1", b"2", b"3", b"4"))
+    directory.record([one, two], "a")
+    directory.record([three], "a")
+    directory.record([one], "b")
+    directory.record([four], "a")
+    assert directory.find([two]).holders == ()
+    assert directory.find([one]).holders == ("b", "a")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from app.config import VersionConfig
+from app.config import RouterSettings, VersionConfig
 from app.protocol import EngineStats
 from app.serving import pool_client, versions
-from app.serving.monitor import ReplicaReport, VersionSnapshot
+from app.serving.monitor import ReplicaReport, RouterReport, VersionSnapshot
 from app.serving.routing import PoolLimits
 from app.serving.versions import Version
 
@@ -20,16 +20,16 @@ REPORT = ReplicaReport("short", "r1", LIMITS, EngineStats(num_blocks=5))
 
 
 class Monitor:
-    """Stands for every deployment handle; `answer` is what the next snapshot call gives or raises."""
+    """Stands for every deployment handle; `answer` is what the next exchange gives or raises."""
 
     def __init__(self) -> None:
         self.answer: VersionSnapshot | Exception = RuntimeError("not deployed")
-        self.snapshot = self
+        self.exchange = self
 
     def options(self, **_options: Any) -> Monitor:
         return self
 
-    async def remote(self) -> VersionSnapshot:
+    async def remote(self, _report: RouterReport) -> VersionSnapshot:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -41,9 +41,9 @@ async def test_an_outage_of_the_monitor_takes_nothing_away(monkeypatch: pytest.M
     for module in (versions, pool_client):
         monkeypatch.setattr(module.serve, "get_deployment_handle", lambda *_args, **_kwargs: monitor)
     monkeypatch.setattr(versions, "POLL_PERIOD_S", 0.001)
-    monkeypatch.setattr(versions, "STARTING_POLL_PERIOD_S", 0.001)
+    monkeypatch.setattr(versions, "WAITING_POLL_PERIOD_S", 0.001)
     monkeypatch.setattr(versions, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    version = Version(VersionConfig(app="pools"))
+    version = Version(VersionConfig(app="pools"), RouterSettings)
     poll = asyncio.create_task(version.poll_forever())
 
     async def hear(answer: VersionSnapshot | Exception) -> None:

@@ -1,0 +1,199 @@
+"""One prompt's way from a router to a replica of its pool, and to another one if the first is lost.
+
+admitted --> held, while the pool has no replica --> sent to the chosen replica --> first token --> ... last token
+   |                       ^                                     |
+  429                      +------- lost before it began --------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass, replace
+
+from app.config import RouterSettings
+from app.errors import OverloadedError, UnavailableError
+from app.protocol import GenerateRequest, TokenChunk
+from app.serving.admission import check_queue
+from app.serving.monitor import PoolTraffic, ReplicaReport
+from app.serving.pool_client import PoolClient, ReplicaLostError
+from app.serving.pool_view import PoolView, Ticket
+from app.serving.responses import timed_out
+from app.serving.routing import (
+    OutputEstimates,
+    PoolLoad,
+    PoolName,
+    PrefixDirectory,
+    PrefixKey,
+    choose_replica,
+    prefix_keys,
+)
+from app.serving.streaming import join_chunks
+
+logger = logging.getLogger("ray.serve")
+
+INFORMED_S = 10.0  # after that long without the monitor, Serve chooses the replica
+LOST_S = 10.0  # a lost replica is not tried again for so long: by then its last report is forgotten
+ABSENT_S = 2.0  # nor one that Serve does not send to: it drains, or is about to come up
+NO_REPLICA_RETRY_S = 5.0
+
+Items = AsyncGenerator[list[TokenChunk], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRun:
+    """The `n` sequences of one prompt; they run on one replica and share its prefix cache."""
+
+    pool: PoolName
+    requests: tuple[GenerateRequest, ...]
+    bucket: PoolName  # whose output estimate learns from it
+    prompt_text: str = ""  # echoed
+    is_streamed: bool = True  # False: nothing leaves before the end, so that a loss on the way can be made good
+    is_spilled: bool = False
+
+
+class Dispatcher:
+    """A router's side of one pool. For one event loop."""
+
+    def __init__(
+        self, pool: PoolName, client: PoolClient, settings: Callable[[], RouterSettings], estimates: OutputEstimates
+    ) -> None:
+        self._pool = pool
+        self._client = client
+        self._settings = settings
+        self._estimates = estimates
+        self._view = PoolView()
+        self._directory = PrefixDirectory()
+        self._informed_s = -INFORMED_S
+        self._counts: Counter[str] = Counter()
+
+    # ---- what it knows ----
+
+    def update(self, reports: Sequence[tuple[float, ReplicaReport]]) -> None:
+        """Take the monitor's snapshot of this pool."""
+        now = asyncio.get_running_loop().time()
+        self._view.update(reports, now)
+        self._informed_s = now
+
+    def load(self) -> PoolLoad:
+        return self._view.load(asyncio.get_running_loop().time())
+
+    @property
+    def traffic(self) -> PoolTraffic:
+        return PoolTraffic(router_requests_held=self._view.held.num_seqs, **self._counts)
+
+    # ---- a prompt ----
+
+    async def generate(self, run: PromptRun, deadline_s: float | None) -> Items:
+        """Each item holds at most one chunk per sequence. Closing it aborts them.
+
+        Raises OverloadedError if too much waits, UnavailableError if the pool has no replica for too long or the
+        replica is lost after the first token, DeadlineExceededError if the deadline passes meanwhile.
+        """
+        request = run.requests[0]
+        keys = prefix_keys(request.prompt_token_ids, request.cache_salt)
+        with closing(self._admit(run, keys)) as ticket:
+            num_retries = 0
+            while True:
+                replica_id = await self._find_replica(run, keys, ticket, deadline_s)
+                has_begun = False
+                try:
+                    async with aclosing(self._attempt(run, replica_id, ticket, deadline_s)) as items:
+                        async for item in items:
+                            has_begun = True
+                            yield item
+                    return
+                except UnavailableError as error:
+                    if replica_id is not None:
+                        self._avoid(replica_id, LOST_S if isinstance(error, ReplicaLostError) else ABSENT_S)
+                    if has_begun or num_retries >= self._settings().max_retries:
+                        self._counts["router_requests_lost"] += len(run.requests)
+                        raise
+                    logger.warning("%s pool: sent again: %s", self._pool, error.message)
+                num_retries += 1
+                self._counts["router_retries"] += len(run.requests)
+
+    def _admit(self, run: PromptRun, keys: Sequence[PrefixKey]) -> Ticket:
+        settings = self._settings()
+        num_tokens = len(run.requests[0].prompt_token_ids)
+        new_tokens = num_tokens - self._directory.find(keys).num_tokens
+        try:
+            bounds = settings.short if self._pool == "short" else settings.long
+            check_queue(self.load(), len(run.requests), new_tokens, bounds)
+        except OverloadedError:
+            self._counts["router_requests_rejected"] += len(run.requests)
+            self._counts["router_tokens_rejected"] += new_tokens
+            raise
+        if run.is_spilled:
+            self._counts["router_requests_spilled"] += len(run.requests)
+        return Ticket(self._view, len(run.requests), num_tokens)
+
+    async def _find_replica(
+        self, run: PromptRun, keys: Sequence[PrefixKey], ticket: Ticket, deadline_s: float | None
+    ) -> str | None:
+        """The replica to send to, or None where Serve is to choose: the monitor is silent, and nobody is known."""
+        loop = asyncio.get_running_loop()
+        num_tokens = len(run.requests[0].prompt_token_ids)
+        held_until_s = loop.time() + self._settings().max_hold_s
+        while not (replicas := self._view.replicas(loop.time())):
+            if loop.time() - self._informed_s >= INFORMED_S:
+                return None
+            ticket.hold(num_tokens)
+            await self._wait_for_replica(held_until_s, deadline_s)
+        match = self._directory.find(keys)
+        replica_id = choose_replica(replicas, random.random(), match.holders, other_chance=random.random())
+        self._directory.record(keys, replica_id)
+        ticket.send(replica_id, num_tokens - match.num_tokens * (replica_id in match.holders))
+        return replica_id
+
+    async def _wait_for_replica(self, held_until_s: float, deadline_s: float | None) -> None:
+        """Until the next snapshot. Raises UnavailableError or DeadlineExceededError when the time is up."""
+        is_deadline = deadline_s is not None and deadline_s < held_until_s
+        try:
+            async with asyncio.timeout_at(deadline_s if is_deadline else held_until_s):
+                await self._view.wait_for_update()
+        except TimeoutError:
+            if is_deadline:
+                raise timed_out() from None
+            raise UnavailableError(f"the {self._pool} pool has no replica", retry_after_s=NO_REPLICA_RETRY_S) from None
+
+    async def _attempt(self, run: PromptRun, replica_id: str | None, ticket: Ticket, deadline_s: float | None) -> Items:
+        """Run it on one replica. Raises LongspanError."""
+        now = asyncio.get_running_loop().time()
+        requests = run.requests
+        if deadline_s is not None:
+            if deadline_s <= now:
+                raise timed_out()
+            # What is left is all that another process can use: clocks differ.
+            requests = tuple(replace(request, timeout_s=deadline_s - now) for request in requests)
+
+        def taken(by_replica_id: str) -> None:
+            ticket.send(by_replica_id, 0)
+            if replica_id is not None and replica_id != by_replica_id:
+                self._avoid(replica_id, ABSENT_S)
+
+        held: dict[str, TokenChunk] = {}
+        async with aclosing(self._client.generate(requests, replica_id, taken)) as items:
+            async for item in items:
+                self._observe(run.bucket, item)
+                if run.is_streamed:
+                    yield item
+                    continue
+                for chunk in item:
+                    earlier = held.get(chunk.request_id)
+                    held[chunk.request_id] = chunk if earlier is None else join_chunks(earlier, chunk)
+        if held:
+            yield list(held.values())
+
+    def _observe(self, bucket: PoolName, item: Sequence[TokenChunk]) -> None:
+        for chunk in item:
+            if chunk.finish_reason in ("stop", "length"):
+                was_cut = chunk.finish_reason == "length"
+                self._estimates.observe(bucket, chunk.num_output_tokens, was_cut=was_cut)
+
+    def _avoid(self, replica_id: str, duration_s: float) -> None:
+        self._view.avoid(replica_id, asyncio.get_running_loop().time() + duration_s)
