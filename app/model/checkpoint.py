@@ -170,6 +170,16 @@ class Checkpoint:
         else:
             destination.copy_(restore(tensor) if restore else tensor)
 
+    def skip(self, name: str) -> None:
+        """Count the tensor as read. Raises CheckpointError if it is missing."""
+        self._file_of(name)
+        self._unread.discard(name)
+
+    def _file_of(self, name: str) -> Path:
+        if name not in self._files:
+            raise CheckpointError("is missing", file=str(self.source), tensor=name)
+        return self._files[name]
+
     def flush(self) -> None:
         """Wait for the reads of `fill`. Raises the first CheckpointError among them."""
         self._uploader.flush()
@@ -208,9 +218,7 @@ class Checkpoint:
             raise CheckpointError(f"is unexpected{others}", file=str(self._files[unexpected[0]]), tensor=unexpected[0])
 
     def _read(self, name: str, spans: Sequence[Span]) -> torch.Tensor:
-        path = self._files.get(name)
-        if path is None:
-            raise CheckpointError("is missing", file=str(self.source), tensor=name)
+        path = self._file_of(name)
         self._unread.discard(name)
         try:
             stored = self._shards[path].get_slice(name)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from app.model.config import MoeConfig
-from app.model.layers import Linear
+from app.model.layers import GatedMlp, Linear
+from app.model.placement import LayerPlacement
 from kernels.checks import Backend, use_triton
 from kernels.expert_routing import route_experts
 from kernels.experts_cpu import CpuExperts
@@ -19,16 +21,36 @@ from kernels.fused_experts import fused_experts
 from kernels.row_linear import linear_rows
 
 
+class Experts:
+    """Feed-forward networks by number: gate_up [E, 2I, D] and down [E, D, I]. On CPU in fp32 they are packed here."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, backend: Backend | None) -> None:
+        self._backend = backend
+        self._weights: CpuExperts | tuple[torch.Tensor, torch.Tensor] = gate_up, down
+        if not use_triton(gate_up, backend) and CpuExperts.can_hold(gate_up):
+            self._weights = CpuExperts(gate_up, down)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [N, D], ids [N, k] int32, -1 for none, weights [N, k] fp32 -> [N, D]; see fused_experts."""
+        if isinstance(self._weights, CpuExperts):
+            return self._weights.forward(x, ids, weights)
+        return fused_experts(x, *self._weights, ids, weights, backend=self._backend)
+
+
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     config: MoeConfig
     router: torch.Tensor  # [E, D] fp32
     bias: torch.Tensor | None  # [E] fp32, added to the scores for the choice only
-    gate_up: torch.Tensor  # [E + S, 2I, D]: gate rows, then up rows
-    down: torch.Tensor  # [E + S, D, I]
+    experts: Experts  # E + S of them; without `placement`
+    # Set if ranks split the routed experts: `experts` are then those that this rank holds.
+    placement: LayerPlacement | None = None
+    shared: GatedMlp | None = None
 
 
-class MixtureOfExperts:
+class Router:
+    """Chooses each token's experts. It is fp32 whatever the model's dtype: an error there changes which experts run."""
+
     def __init__(self, weights: MoeWeights, backend: Backend | None) -> None:
         self._config, self._bias, self._backend = weights.config, weights.bias, backend
         self._router = Linear(weights.router)
@@ -37,18 +59,12 @@ class MixtureOfExperts:
         narrow = weights.router.to(torch.bfloat16)
         is_exact = weights.router.is_cuda and torch.equal(narrow.float(), weights.router)
         self._narrow_router = narrow if is_exact else None
-        self._experts: CpuExperts | tuple[torch.Tensor, torch.Tensor] = weights.gate_up, weights.down
-        if not use_triton(weights.gate_up, backend) and CpuExperts.can_hold(weights.gate_up):
-            self._experts = CpuExperts(weights.gate_up, weights.down)
 
-    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """[N, D] -> [N, D]; rows whose slot [N] is -1 are padding and meet no expert.
-
-        The router is fp32 whatever the model's dtype: a rounding error there changes which experts run.
-        """
+    def choose(self, x: torch.Tensor, slots: torch.Tensor, *, num_shared: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [N, D] -> ids [N, top_k + num_shared] int32 and weights, likewise; no expert for rows of slot -1."""
         config = self._config
-        ids, expert_weights = route_experts(
-            self._router_logits(x),
+        return route_experts(
+            self._logits(x),
             self._bias,
             top_k=config.top_k,
             num_groups=config.num_groups,
@@ -57,15 +73,32 @@ class MixtureOfExperts:
             group_score=config.group_score,
             normalize=config.normalize,
             scale=config.scale,
-            num_shared=config.num_shared_experts,
+            num_shared=num_shared,
             slots=slots,
             backend=self._backend,
         )
-        if isinstance(self._experts, CpuExperts):
-            return self._experts.forward(x, ids, expert_weights)
-        return fused_experts(x, *self._experts, ids, expert_weights, backend=self._backend)
 
-    def _router_logits(self, x: torch.Tensor) -> torch.Tensor:
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
         if self._narrow_router is not None and x.dtype == torch.bfloat16:
             return linear_rows(x, self._narrow_router, out_dtype=torch.float32)
         return self._router.forward(x.float())
+
+
+class MixtureOfExperts:
+    """All experts of a layer, or this rank's part of every expert's width.
+
+    counts: [num_experts] int64: how often each was chosen so far; kept on a CPU, where it costs next to nothing
+    """
+
+    def __init__(self, weights: MoeWeights, backend: Backend | None) -> None:
+        self._router, self._experts = Router(weights, backend), weights.experts
+        self._num_shared = weights.config.num_shared_experts
+        self.counts = torch.zeros(weights.config.num_experts, dtype=torch.int64)
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[N, D] -> [N, D]; rows whose slot [N] is -1 are padding and meet no expert."""
+        ids, expert_weights = self._router.choose(x, slots, num_shared=self._num_shared)
+        if not ids.is_cuda:
+            found = np.bincount(ids.numpy().ravel() + 1, minlength=len(self.counts) + 1)
+            self.counts.numpy()[:] += found[1 : len(self.counts) + 1]
+        return self._experts.forward(x, ids, expert_weights)

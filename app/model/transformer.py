@@ -12,6 +12,8 @@ from app.model.config import ModelConfig
 from app.model.inputs import ModelInput
 from app.model.layers import GatedMlp, rope_table
 from app.model.moe import MixtureOfExperts, MoeWeights
+from app.model.parallel import Group, Ranks
+from app.model.spread_experts import SpreadExperts
 from app.model.weights import LayerWeights, ModelWeights
 from kernels.checks import Backend, padded_rows
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -21,16 +23,18 @@ class DecoderLayer:
     """Attention and MLP around a residual stream that is updated in place."""
 
     def __init__(
-        self, config: ModelConfig, weights: LayerWeights, cos_sin: torch.Tensor, backend: Backend | None
+        self, config: ModelConfig, weights: LayerWeights, cos_sin: torch.Tensor, backend: Backend | None, ranks: Ranks
     ) -> None:
         self.input_norm, self._post_attention_norm = weights.input_norm, weights.post_attention_norm
-        self._eps, self._backend = config.rms_norm_eps, backend
-        self._attention = MlaAttention(config, weights.attention, cos_sin, backend)
-        self._mlp: GatedMlp | MixtureOfExperts
-        if isinstance(weights.mlp, MoeWeights):
-            self._mlp = MixtureOfExperts(weights.mlp, backend)
+        self._eps, self._backend, self._tensor = config.rms_norm_eps, backend, ranks.tensor
+        self._attention = MlaAttention(config, weights.attention, cos_sin, backend, ranks)
+        self.mlp: GatedMlp | MixtureOfExperts | SpreadExperts
+        if not isinstance(weights.mlp, MoeWeights):
+            self.mlp = weights.mlp
+        elif weights.mlp.placement is not None:
+            self.mlp = SpreadExperts(weights.mlp, backend, ranks.expert)
         else:
-            self._mlp = weights.mlp
+            self.mlp = MixtureOfExperts(weights.mlp, backend)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, step: AttentionStep, cache: torch.Tensor
@@ -38,9 +42,16 @@ class DecoderLayer:
         """x [N, D], already normed -> the MLP's output [N, D], not yet added to `residual`."""
         x = self._attention.forward(x, step, cache)
         x = add_rms_norm(x, residual, self._post_attention_norm, self._eps, backend=self._backend)
-        if isinstance(self._mlp, MixtureOfExperts):
-            return self._mlp.forward(x, step.inputs.slots)
-        return self._mlp.forward(x)
+        return self._tensor.all_reduce(self._run_mlp(x, step.inputs))
+
+    def _run_mlp(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        if isinstance(self.mlp, GatedMlp):
+            return self.mlp.forward(x)
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp.forward(x, inputs.slots)
+        if inputs.shared is None:
+            raise ValueError("inputs: not split over the expert ranks")
+        return self.mlp.forward(x, inputs.shared)
 
 
 class Transformer:
@@ -60,29 +71,40 @@ class Transformer:
         dtype: torch.dtype,
         absorbed_prefill: bool,
         backend: Backend | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        """config: of the whole model; weights: what this rank holds of it."""
         self.config, self.device, self.dtype = config, torch.device(device), dtype
+        self.ranks = ranks or Ranks.alone()
         self._absorbed_prefill, self._backend = absorbed_prefill, backend
         self._embedding, self._norm, self._lm_head = weights.embedding, weights.norm, weights.lm_head
         cos_sin = rope_table(config, device)
-        self._layers = [DecoderLayer(config, layer, cos_sin, backend) for layer in weights.layers]
+        self._layers = [DecoderLayer(config, layer, cos_sin, backend, self.ranks) for layer in weights.layers]
+
+    @property
+    def expert_counts(self) -> dict[int, torch.Tensor]:
+        """By layer: [num_experts] int64, how often each expert was chosen so far."""
+        return {
+            index: layer.mlp.counts for index, layer in enumerate(self._layers) if not isinstance(layer.mlp, GatedMlp)
+        }
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInput, cache: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """Run one step and write its latents to the cache.
 
         cache: [num_layers, num_blocks, block_size, cache_dim], or a sequence of the layers' tensors
-        Returns: [num_seqs, vocab_size] fp32, the logits after each sequence's last token
+        Returns: [num_seqs, vocab_size] fp32, the logits after each sequence's last token; [0, vocab_size] on a rank
+            outside the first tensor group
         """
         step = AttentionStep.of(
             inputs,
             absorbed_prefill=self._absorbed_prefill,
-            num_heads=self.config.num_heads,
+            num_heads=self.config.num_heads // self.ranks.tensor.size,
             block_size=cache[0].shape[1],
             backend=self._backend,
         )
         eps = self.config.rms_norm_eps
-        residual = F.embedding(inputs.token_ids, self._embedding)
+        residual = self._embed(inputs.token_ids)
         x = rms_norm(residual, self._layers[0].input_norm, eps, backend=self._backend)
         for index, layer in enumerate(self._layers):
             if index:
@@ -90,10 +112,37 @@ class Transformer:
             x = layer.forward(x, residual, step, cache[index])
         return self._logits(x, residual, inputs.logit_rows)
 
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[N] -> [N, D]; each tensor rank holds a range of the vocabulary."""
+        group = self.ranks.tensor
+        if group.size == 1:
+            return F.embedding(token_ids, self._embedding)
+        size = self._embedding.shape[0]
+        own_ids = token_ids - group.rank * size
+        is_own = (own_ids >= 0) & (own_ids < size)
+        return group.all_reduce(F.embedding(own_ids.where(is_own, 0), self._embedding).mul_(is_own[:, None]))
+
     def _logits(self, x: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Final norm and output projection of the wanted rows only, padded to whole row tiles."""
-        num_seqs = rows.shape[0]
+        num_seqs, experts = rows.shape[0], self.ranks.expert
         rows = F.pad(rows, (0, padded_rows(num_seqs) - num_seqs))
+        is_own = rows >= 0
+        if experts.size > 1:  # a row lies on one of the ranks
+            rows = rows.clamp_min(0)
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
         x = add_rms_norm(x, residual, self._norm, self.config.rms_norm_eps, backend=self._backend)
-        return self._lm_head.forward(x)[:num_seqs].float()
+        if experts.size > 1:
+            x = experts.all_reduce(x.masked_fill_(~is_own[:, None], 0.0))
+        if self._lm_head is None:
+            return x.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+        logits = self._lm_head.forward(x)[:num_seqs]
+        if self.ranks.tensor.size > 1:
+            return _join_columns(logits, self.ranks.tensor)[:, : self.config.vocab_size].contiguous()
+        return logits.float()
+
+
+def _join_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """[N, M] of every rank -> [N, size * M] fp32."""
+    num_rows, width = x.shape
+    parts = group.all_gather(x).view(group.size, num_rows, width)
+    return torch.empty(num_rows, group.size, width, device=x.device).copy_(parts.transpose(0, 1)).flatten(1)

@@ -1,11 +1,16 @@
 """The weights of a model in the form the layers run: projections that share an input are one matrix, experts one stack.
 
-They come from a checkpoint (`load_weights`) or a random generator (`random_weights`, for benchmarks).
+They come from a checkpoint (`load_weights`) or a random generator (`random_weights`, for benchmarks), whole or as the
+part that one of several ranks holds (sharding.py).
 """
 
 from __future__ import annotations
 
+import logging
 import re
+import time
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,14 +18,18 @@ from typing import Protocol
 import torch
 
 from app.model.attention.mla import MlaWeights
-from app.model.checkpoint import Checkpoint, checkpoint_digest, verify_manifest
+from app.model.checkpoint import Checkpoint, Span, checkpoint_digest, verify_manifest
 from app.model.config import ModelConfig, MoeConfig
 from app.model.layers import GatedMlp, Linear
-from app.model.moe import MoeWeights
+from app.model.moe import Experts, MoeWeights
+from app.model.sharding import Shard
+from kernels.checks import Backend
 
 __all__ = ["LayerWeights", "ModelWeights", "TensorSource", "checkpoint_digest", "load_weights", "random_weights"]
 
+logger = logging.getLogger(__name__)
 RANDOM_STD = 0.02
+REPORT_PERIOD_S = 5.0  # of loading progress
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -34,15 +43,19 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    embedding: torch.Tensor  # [V, D]
+    embedding: torch.Tensor  # [V, D], or a range of V
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [D]
-    lm_head: Linear  # D -> V
+    lm_head: Linear | None  # D -> V, or the same range; None on a rank that computes no logits
 
 
 class TensorSource(Protocol):
-    def fill(self, name: str, destination: torch.Tensor) -> None:
-        """Write the tensor called `name` in the Hugging Face layout into `destination`, at the latest at `flush`."""
+    def fill(self, name: str, destination: torch.Tensor, spans: Sequence[Span] = ()) -> None:
+        """Write the tensor called `name` in the Hugging Face layout, or the part of it that `spans` name, one for each
+        dimension, into `destination`, at the latest at `flush`."""
+
+    def skip(self, name: str) -> None:
+        """Take note of a tensor of which this rank needs nothing."""
 
     def flush(self) -> None:
         """Return when every tensor asked for so far can be read on its device's default stream."""
@@ -54,21 +67,39 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    backend: Backend | None = None,
+    shard: Shard | None = None,
 ) -> ModelWeights:
     """Check the files against the folder's manifest, if it has one, then read every tensor once.
 
+    shard: read the part of one rank and nothing else; of the files it hashes its share
     Raises CheckpointError, naming file and tensor, on anything changed, missing, unexpected, misshapen or corrupt.
     """
-    verify_manifest(folder)
+    shard, start = shard or Shard(), time.monotonic()
+    verify_manifest(folder, part=shard.rank, num_parts=shard.num_ranks)
     with Checkpoint(folder) as checkpoint:
-        weights = _Assembler(config, checkpoint, dtype, device).model()
+        weights = _Assembler(config, checkpoint, dtype, device, backend, shard).model()
         checkpoint.close(lambda name: _is_ignored(name, config))
+        logger.info(
+            "%s: read %.3f GB of weights in %.1f s", shard, checkpoint.bytes_read / 1e9, time.monotonic() - start
+        )
     return weights
 
 
-def random_weights(config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device | str) -> ModelWeights:
-    """Weights drawn from N(0, 0.02), norms of 1: the shapes and the speed of a checkpoint without its files."""
-    return _Assembler(config, _RandomSource(seed, dtype, device), dtype, device).model()
+def random_weights(
+    config: ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: Backend | None = None,
+    shard: Shard | None = None,
+) -> ModelWeights:
+    """Weights drawn from N(0, 0.02), norms of 1: the shapes and the speed of a checkpoint without its files.
+
+    Every rank's shard is a part of the same model.
+    """
+    return _Assembler(config, _RandomSource(seed, dtype, device), dtype, device, backend, shard or Shard()).model()
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
@@ -80,18 +111,24 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
 
 
 class _RandomSource:
-    """Every number is one of `dtype`, as if it came from a checkpoint of that dtype."""
+    """Every number is one of `dtype`, as if it came from a checkpoint of that dtype; it depends on seed and name."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        self._dtype = dtype
-        self._generator = torch.Generator(device=device).manual_seed(seed)
+        self._seed, self._dtype = seed, dtype
+        self._generator = torch.Generator(device=device)
 
-    def fill(self, name: str, destination: torch.Tensor) -> None:
+    def fill(self, name: str, destination: torch.Tensor, spans: Sequence[Span] = ()) -> None:
         if name.endswith("norm.weight"):
             destination.fill_(1.0)
-        else:
-            drawn = torch.empty(destination.shape, dtype=self._dtype, device=destination.device)
-            destination.copy_(drawn.normal_(0.0, RANDOM_STD, generator=self._generator))
+            return
+        spans = spans or [Span.whole(size) for size in destination.shape]
+        self._generator.manual_seed(zlib.crc32(name.encode(), self._seed))
+        drawn = torch.empty([span.total for span in spans], dtype=self._dtype, device=destination.device)
+        drawn.normal_(0.0, RANDOM_STD, generator=self._generator)
+        destination.copy_(drawn[tuple(span.indices for span in spans)])
+
+    def skip(self, name: str) -> None:
+        """Nothing is stored."""
 
     def flush(self) -> None:
         """Nothing is pending."""
@@ -101,109 +138,142 @@ class _Assembler:
     """Allocates each fused tensor once and has the source fill its parts in place."""
 
     def __init__(
-        self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        backend: Backend | None,
+        shard: Shard,
     ) -> None:
         self._config, self._source, self._dtype, self._device = config, source, dtype, device
+        self._backend, self._shard = backend, shard
 
     def model(self) -> ModelWeights:
-        config = self._config
-        embedding = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        config, hidden = self._config, Span.whole(self._config.hidden_size)
+        rows, size = self._shard.vocabulary(config.vocab_size)
+        embedding = torch.zeros(size, hidden.total, dtype=self._dtype, device=self._device)
+        self._source.fill("model.embed_tokens.weight", embedding[: rows.count], (rows, hidden))
+        norm = self._tensor("model.norm.weight", hidden)
+        lm_head = None
         if config.tie_word_embeddings:
-            lm_head = Linear(embedding)
+            self._source.flush()
+            lm_head = Linear(embedding) if self._shard.has_head else None
+        elif not self._shard.has_head:
+            self._source.skip("lm_head.weight")
         else:
-            lm_head = self._linear({"lm_head": config.vocab_size}, config.hidden_size)
-        norm = self._tensor("model.norm.weight", config.hidden_size)
-        layers = tuple(self._layer(index) for index in range(config.num_layers))
-        return ModelWeights(embedding, layers, norm, lm_head)
+            weight = torch.zeros_like(embedding)
+            self._source.fill("lm_head.weight", weight[: rows.count], (rows, hidden))
+            lm_head = Linear(weight)
+        return ModelWeights(embedding, self._layers(), norm, lm_head)
+
+    def _layers(self) -> tuple[LayerWeights, ...]:
+        layers: list[LayerWeights] = []
+        reported_s = time.monotonic()
+        for index in range(self._config.num_layers):
+            layers.append(self._layer(index))
+            if time.monotonic() - reported_s > REPORT_PERIOD_S:
+                reported_s = time.monotonic()
+                logger.info("%s: %d of %d layers are loaded", self._shard, len(layers), self._config.num_layers)
+        return tuple(layers)
 
     def _layer(self, index: int) -> LayerWeights:
-        config, prefix = self._config, f"model.layers.{index}."
+        config, prefix, hidden = self._config, f"model.layers.{index}.", Span.whole(self._config.hidden_size)
         mlp: GatedMlp | MoeWeights
         if config.moe is not None and config.is_moe_layer(index):
-            mlp = self._moe(prefix + "mlp.", config.moe)
+            mlp = self._moe(prefix + "mlp.", config.moe, index)
         else:
-            mlp = self._mlp(prefix + "mlp.", config.intermediate_size)
+            mlp = self._mlp(prefix + "mlp.", self._shard.width(config.intermediate_size))
         return LayerWeights(
-            input_norm=self._tensor(prefix + "input_layernorm.weight", config.hidden_size),
+            input_norm=self._tensor(prefix + "input_layernorm.weight", hidden),
             attention=self._attention(prefix + "self_attn."),
-            post_attention_norm=self._tensor(prefix + "post_attention_layernorm.weight", config.hidden_size),
+            post_attention_norm=self._tensor(prefix + "post_attention_layernorm.weight", hidden),
             mlp=mlp,
         )
 
     def _attention(self, prefix: str) -> MlaWeights:
-        config = self._config
-        hidden, rank = config.hidden_size, config.q_lora_rank
-        q_name, q_rows = ("q_proj", config.num_heads * config.qk_head_dim) if rank is None else ("q_a_proj", rank)
-        names = {prefix + q_name: q_rows, prefix + "kv_a_proj_with_mqa": config.cache_dim}
+        config, heads = self._config, self._shard.heads
+        hidden, rank = Span.whole(config.hidden_size), config.q_lora_rank
+        q_rows = heads(config.num_heads, config.qk_head_dim)
+        a_name, a_rows = ("q_proj", q_rows) if rank is None else ("q_a_proj", Span.whole(rank))
+        names = {prefix + a_name: a_rows, prefix + "kv_a_proj_with_mqa": Span.whole(config.cache_dim)}
         qkv_a_bias = o_bias = q_norm = q_b = None
         if config.attention_bias:
-            qkv_a_bias = torch.zeros(q_rows + config.cache_dim, dtype=self._dtype, device=self._device)
+            qkv_a_bias = torch.zeros(a_rows.count + config.cache_dim, dtype=self._dtype, device=self._device)
             # q_proj never has a bias: its part stays 0.
             if rank is not None:
-                self._source.fill(prefix + "q_a_proj.bias", qkv_a_bias[:q_rows])
-            self._source.fill(prefix + "kv_a_proj_with_mqa.bias", qkv_a_bias[q_rows:])
-            o_bias = self._tensor(prefix + "o_proj.bias", hidden)
+                self._source.fill(prefix + "q_a_proj.bias", qkv_a_bias[: a_rows.count])
+            self._source.fill(prefix + "kv_a_proj_with_mqa.bias", qkv_a_bias[a_rows.count :])
+            if self._shard.tensor_rank == 0:  # the others' outputs are added to this one's
+                o_bias = self._tensor(prefix + "o_proj.bias", hidden)
+            else:
+                self._source.skip(prefix + "o_proj.bias")
         if rank is not None:
-            q_norm = self._tensor(prefix + "q_a_layernorm.weight", rank)
-            q_b = self._linear({prefix + "q_b_proj": config.num_heads * config.qk_head_dim}, rank)
-        kv_rows = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
+            q_norm = self._tensor(prefix + "q_a_layernorm.weight", Span.whole(rank))
+            q_b = self._linear({prefix + "q_b_proj": q_rows}, Span.whole(rank))
+        kv_rows = heads(config.num_heads, config.qk_nope_head_dim + config.v_head_dim)
         return MlaWeights(
             qkv_a=self._linear(names, hidden, qkv_a_bias),
             q_norm=q_norm,
             q_b=q_b,
-            kv_norm=self._tensor(prefix + "kv_a_layernorm.weight", config.kv_lora_rank),
-            kv_b=self._tensor(prefix + "kv_b_proj.weight", kv_rows, config.kv_lora_rank),
-            o=self._linear({prefix + "o_proj": hidden}, config.num_heads * config.v_head_dim, o_bias),
+            kv_norm=self._tensor(prefix + "kv_a_layernorm.weight", Span.whole(config.kv_lora_rank)),
+            kv_b=self._tensor(prefix + "kv_b_proj.weight", kv_rows, Span.whole(config.kv_lora_rank)),
+            o=self._linear({prefix + "o_proj": hidden}, heads(config.num_heads, config.v_head_dim), o_bias),
         )
 
-    def _mlp(self, prefix: str, width: int) -> GatedMlp:
-        hidden = self._config.hidden_size
+    def _mlp(self, prefix: str, width: Span) -> GatedMlp:
+        hidden = Span.whole(self._config.hidden_size)
         gate_up = self._linear({prefix + "gate_proj": width, prefix + "up_proj": width}, hidden)
         return GatedMlp(gate_up, self._linear({prefix + "down_proj": hidden}, width))
 
-    def _moe(self, prefix: str, moe: MoeConfig) -> MoeWeights:
-        hidden, width = self._config.hidden_size, moe.intermediate_size
-        gate_up = self._empty(moe.num_experts + moe.num_shared_experts, 2 * width, hidden)
-        down = self._empty(moe.num_experts + moe.num_shared_experts, hidden, width)
-        for expert in range(moe.num_experts):
-            name = f"{prefix}experts.{expert}."
-            self._source.fill(name + "gate_proj.weight", gate_up[expert, :width])
-            self._source.fill(name + "up_proj.weight", gate_up[expert, width:])
-            self._source.fill(name + "down_proj.weight", down[expert])
-        router = torch.empty(moe.num_experts, hidden, dtype=torch.float32, device=self._device)
+    def _moe(self, prefix: str, moe: MoeConfig, layer: int) -> MoeWeights:
+        hidden, width, shard = Span.whole(self._config.hidden_size), moe.intermediate_size, self._shard
+        placement = shard.placement.layer(layer) if shard.placement else None
+        experts = range(moe.num_experts) if placement is None else placement.experts[shard.expert_rank]
+        num_shared = moe.num_shared_experts if placement is None else 0
+        own = shard.width(width)
+        gate_up = self._empty(len(experts) + num_shared, 2 * own.count, hidden.total)
+        down = self._empty(len(experts) + num_shared, hidden.total, own.count)
+        for slot, expert in enumerate(experts):
+            self._fill_expert(f"{prefix}experts.{expert}.", own, gate_up[slot], down[slot])
+        for expert in set(range(moe.num_experts)) - set(experts):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                self._source.skip(f"{prefix}experts.{expert}.{name}.weight")
+        for index in range(num_shared):  # the shared expert, cut along its width
+            slot = len(experts) + index
+            span = Span(num_shared * width, index * width + own.start, own.count)
+            self._fill_expert(prefix + "shared_experts.", span, gate_up[slot], down[slot])
+        shared = None
+        if placement is not None and moe.num_shared_experts:
+            shared = self._mlp(prefix + "shared_experts.", shard.width(moe.num_shared_experts * width))
+        router = torch.empty(moe.num_experts, hidden.total, dtype=torch.float32, device=self._device)
         self._source.fill(prefix + "gate.weight", router)
         bias = None
         if moe.has_bias:
             bias = torch.empty(moe.num_experts, dtype=torch.float32, device=self._device)
             self._source.fill(prefix + "gate.e_score_correction_bias", bias)
-        if moe.num_shared_experts:
-            self._split_shared(prefix + "shared_experts.", gate_up[moe.num_experts :], down[moe.num_experts :])
-        return MoeWeights(moe, router, bias, gate_up, down)
+        return MoeWeights(moe, router, bias, Experts(gate_up, down, self._backend), placement, shared)
 
-    def _split_shared(self, prefix: str, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        """Cut the shared expert along its width: gate_up [S, 2I, D] and down [S, D, I] get a part of it each."""
-        count, hidden, width = down.shape
-        gate = self._tensor(prefix + "gate_proj.weight", count * width, hidden)
-        up = self._tensor(prefix + "up_proj.weight", count * width, hidden)
-        whole = self._tensor(prefix + "down_proj.weight", hidden, count * width)
-        self._source.flush()
-        gate_up[:, :width].copy_(gate.view(count, width, hidden))
-        gate_up[:, width:].copy_(up.view(count, width, hidden))
-        down.copy_(whole.view(hidden, count, width).transpose(0, 1))
+    def _fill_expert(self, prefix: str, width: Span, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """gate_up [2I, D] and down [D, I] of one expert, or of a part of its width."""
+        hidden = Span.whole(self._config.hidden_size)
+        self._source.fill(prefix + "gate_proj.weight", gate_up[: width.count], (width, hidden))
+        self._source.fill(prefix + "up_proj.weight", gate_up[width.count :], (width, hidden))
+        self._source.fill(prefix + "down_proj.weight", down, (hidden, width))
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
-    def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self._empty(*shape)
-        self._source.fill(name, tensor)
+    def _tensor(self, name: str, *spans: Span) -> torch.Tensor:
+        tensor = self._empty(*(span.count for span in spans))
+        self._source.fill(name, tensor, spans)
         return tensor
 
-    def _linear(self, rows: dict[str, int], columns: int, bias: torch.Tensor | None = None) -> Linear:
-        """Projections of the same input, one above the other, given as name -> number of rows."""
-        weight = self._empty(sum(rows.values()), columns)
+    def _linear(self, rows: dict[str, Span], columns: Span, bias: torch.Tensor | None = None) -> Linear:
+        """Projections of the same input, one above the other, given as name -> rows."""
+        weight = self._empty(sum(span.count for span in rows.values()), columns.count)
         start = 0
-        for name, count in rows.items():
-            self._source.fill(name + ".weight", weight[start : start + count])
-            start += count
+        for name, span in rows.items():
+            self._source.fill(name + ".weight", weight[start : start + span.count], (span, columns))
+            start += span.count
         return Linear(weight, bias)

@@ -42,7 +42,7 @@ def load_transformer(
     device: str = "cpu",
 ) -> Transformer:
     config = ModelConfig.from_folder(folder)
-    weights = load_weights(folder, config, dtype=dtype, device=device)
+    weights = load_weights(folder, config, dtype=dtype, device=device, backend=backend)
     return Transformer(config, weights, device=device, dtype=dtype, absorbed_prefill=absorbed_prefill, backend=backend)
 
 

@@ -16,6 +16,7 @@ from app.model.layers import Linear
 from app.model.moe import MoeWeights
 from app.model.transformer import Transformer
 from app.model.weights import ModelWeights, load_weights, random_weights
+from kernels.fused_experts import fused_experts_reference
 from tests.checkpoints import edit_json, random_prompt, save_random_checkpoint
 from tests.model.conftest import load_transformer
 from tests.model.driver import Driver
@@ -44,7 +45,8 @@ def logits_of(folder: Path) -> torch.Tensor:
     return driver.run(driver.add(random_prompt(40, seed=3)), 512)
 
 
-def matrix_of(linear: Linear, num_inputs: int) -> torch.Tensor:
+def matrix_of(linear: Linear | None, num_inputs: int) -> torch.Tensor:
+    assert linear is not None
     return linear.forward(torch.eye(num_inputs)).T
 
 
@@ -57,8 +59,10 @@ def test_matrices_that_share_an_input_are_one(folder: Path) -> None:
     moe = layer.mlp
     assert isinstance(moe, MoeWeights)
     parts = [tensors[f"{prefix}mlp.experts.5.{name}.weight"] for name in ("gate_proj", "up_proj")]
-    assert torch.equal(moe.gate_up[5], torch.cat(parts))
-    assert torch.equal(moe.down[7], tensors[f"{prefix}mlp.experts.7.down_proj.weight"])
+    gate_up, down = torch.cat(parts), tensors[f"{prefix}mlp.experts.5.down_proj.weight"]
+    x, only_5 = torch.randn(4, 64), torch.full((4, 1), 5, dtype=torch.int32)
+    expected = fused_experts_reference(x, gate_up[None], down[None], torch.zeros_like(only_5), torch.ones(4, 1))
+    assert torch.allclose(moe.experts.forward(x, only_5, torch.ones(4, 1)), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_router_stays_fp32(folder: Path) -> None:
@@ -66,7 +70,7 @@ def test_the_router_stays_fp32(folder: Path) -> None:
     moe = weights.layers[1].mlp
     assert isinstance(moe, MoeWeights) and moe.bias is not None
     assert moe.router.dtype == moe.bias.dtype == torch.float32
-    assert moe.gate_up.dtype == weights.embedding.dtype == torch.bfloat16
+    assert weights.embedding.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 
 from app.model.config import ModelConfig
-from app.model.inputs import ModelInput
+from app.model.inputs import ModelInput, SharedRows
 from app.model.layers import Linear
+from app.model.parallel import Ranks
 from kernels.blocks import gather_blocks
 from kernels.checks import Backend
-from kernels.head_projection import HeadProjection
 from kernels.fp8_entry import Fp8Entry
+from kernels.head_projection import HeadProjection
 from kernels.mla_decode import mla_decode, plan_mla_decode
 from kernels.mla_prefill import mla_prefill
 from kernels.mla_rope_cache import mla_rope_cache
@@ -101,7 +102,10 @@ class ExpandedRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What a step's layers share; every row is in exactly one of the two parts, padding in the last one."""
+    """What a step's layers share; every row is in exactly one of the two parts, padding in the last one.
+
+    A step without any sequence, of a rank that has none of the rows, has neither part.
+    """
 
     inputs: ModelInput
     absorbed: AbsorbedRows | None
@@ -117,22 +121,22 @@ class AttentionStep:
             expanded = ExpandedRows.of(inputs)
             num_rows = num_seqs = inputs.num_decodes
         absorbed = None
-        if num_rows:
+        if num_rows and num_seqs:
             absorbed = AbsorbedRows.of(inputs, num_rows, num_seqs, num_heads, block_size, backend)
         return cls(inputs, absorbed, expanded)
 
 
 class MlaAttention:
-    """One layer's attention."""
+    """One layer's attention, of the heads that this rank has."""
 
     def __init__(
-        self, config: ModelConfig, weights: MlaWeights, cos_sin: torch.Tensor, backend: Backend | None
+        self, config: ModelConfig, weights: MlaWeights, cos_sin: torch.Tensor, backend: Backend | None, ranks: Ranks
     ) -> None:
-        self._cos_sin, self._backend = cos_sin, backend
+        self._cos_sin, self._backend, self._ranks = cos_sin, backend, ranks
         self._interleaved, self._scale = config.rope.interleaved, config.softmax_scale
-        self._num_heads, self._rank = config.num_heads, config.kv_lora_rank
+        self._num_heads, self._rank = config.num_heads // ranks.tensor.size, config.kv_lora_rank
         self._nope_dim, self._rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
-        self._weights = weights
+        self._weights, self._value_dim = weights, config.v_head_dim
         per_head = weights.kv_b.view(self._num_heads, self._nope_dim + config.v_head_dim, self._rank)
         self._to_latent = HeadProjection(per_head[:, : self._nope_dim], backend)  # [H, dn, R]
         self._from_latent = HeadProjection(per_head[:, self._nope_dim :].mT, backend)  # [H, R, dv]
@@ -146,6 +150,8 @@ class MlaAttention:
         qkv = weights.qkv_a.forward(x)
         kv_start = qkv.shape[1] - self._rank - self._rope_dim
         q, kv = qkv[:, :kv_start], qkv[:, kv_start:]
+        # Every rank's cache is whole: latents are narrow, so the other ranks' rows of them cost little to fetch.
+        all_kv = self._ranks.expert.start_all_gather(kv) if step.inputs.shared else None
         if weights.q_b is not None and weights.q_norm is not None:
             q = weights.q_b.forward(rms_norm(q, weights.q_norm, LATENT_NORM_EPS, backend=self._backend))
         q = q.unflatten(1, (self._num_heads, -1))
@@ -153,13 +159,25 @@ class MlaAttention:
             q, kv, weights.kv_norm, LATENT_NORM_EPS, self._cos_sin, step.inputs.positions, step.inputs.slots, cache,
             interleaved=self._interleaved, backend=self._backend,
         )  # fmt: skip
+        if all_kv is not None and step.inputs.shared is not None:
+            self._write_rows(all_kv.wait(), q, step.inputs.shared, cache)
         parts = []
         if step.absorbed is not None:
             parts.append(self._attend_absorbed(q[: step.absorbed.num_rows], step.absorbed, cache))
         if step.expanded is not None:
             parts.append(self._attend_expanded(q[step.inputs.num_decodes :], step.expanded, cache))
+        if not parts:
+            parts.append(q.new_zeros(q.shape[0], self._num_heads, self._value_dim))
         heads = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return weights.o.forward(heads.flatten(1))
+        return self._ranks.tensor.all_reduce(weights.o.forward(heads.flatten(1)))
+
+    def _write_rows(self, kv: torch.Tensor, q: torch.Tensor, rows: SharedRows, cache: torch.Tensor) -> None:
+        """Write the latents of all ranks' rows; their queries are elsewhere."""
+        no_heads = q.new_empty(kv.shape[0], 0, q.shape[2])
+        mla_rope_cache(
+            no_heads, kv, self._weights.kv_norm, LATENT_NORM_EPS, self._cos_sin, rows.positions, rows.slots, cache,
+            interleaved=self._interleaved, backend=self._backend,
+        )  # fmt: skip
 
     def _attend_absorbed(self, q: torch.Tensor, rows: AbsorbedRows, cache: torch.Tensor) -> torch.Tensor:
         """[N, H, dn + dr] -> [N, H, dv]; padding rows give 0."""
