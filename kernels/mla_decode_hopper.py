@@ -18,20 +18,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.fp8_entry import Fp8Entry
+
 TILE = 64  # keys: the M of the matrix unit's instruction
 _ROPE_DIM = 64
+_FP8_WARPS = 8  # the conversion to 16 bits wants more of them than 16 heads' products do
 _CACHE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_FP8_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 # Triton 3.6 has the older name only, 3.9 the newer.
 _bulk_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 def supports(q: torch.Tensor, cache: torch.Tensor, value_dim: int) -> bool:
-    """The served shapes: R = 512, rope 64, 16 bits, whole tiles in a block, on compute capability 9."""
+    """The served shapes: R = 512, rope 64, 16 bits, whole tiles in a block, on compute capability 9. FP8 entries
+    become bfloat16, so there q is that."""
     return (
         q.is_cuda
         and torch.cuda.get_device_capability(q.device)[0] == 9
         and q.element_size() == 2
-        and (value_dim, cache.shape[2] - value_dim) == (512, _ROPE_DIM)
+        and (value_dim, q.shape[2] - value_dim) == (512, _ROPE_DIM)
+        and (cache.dtype != torch.uint8 or q.dtype == torch.bfloat16)
         and cache.shape[1] % TILE == 0
         and cache.data_ptr() % 16 == 0
     )
@@ -55,11 +61,15 @@ def launch(
     value_dim = dim - _ROPE_DIM
     num_groups = -(-num_heads // heads_per_program)
     num_programs = work[3].shape[0]
-    rows = cache.view(-1, dim)
+    if is_fp8 := cache.dtype == torch.uint8:
+        values, ropes, scales = Fp8Entry(value_dim, _ROPE_DIM, q.dtype).views(cache.flatten(0, 1))
+    else:
+        values, ropes, scales = cache.flatten(0, 1), cache.flatten(0, 1)[:, value_dim:], cache
     _decode_kernel[(num_programs * num_groups,)](
         q,
-        TensorDescriptor.from_tensor(rows, [TILE, value_dim], _CACHE_LAYOUT),
-        TensorDescriptor.from_tensor(rows, [TILE, _ROPE_DIM], _CACHE_LAYOUT),
+        _rows(values, value_dim, _FP8_LAYOUT if is_fp8 else _CACHE_LAYOUT),
+        _rows(ropes, _ROPE_DIM, _CACHE_LAYOUT),
+        scales,
         block_tables,
         *work,
         *results,
@@ -76,19 +86,27 @@ def launch(
         HEADS=heads_per_program,
         KEYS=TILE,
         KEY_AXIS=1 if heads_per_program == 64 else 0,
+        IS_FP8=is_fp8,
+        SCALE_STRIDE=scales.stride(0) if is_fp8 else 0,
         launch_pdl=True,
-        num_warps=8 if heads_per_program == 64 else 4,
+        num_warps=8 if heads_per_program == 64 else _FP8_WARPS if is_fp8 else 4,
     )
+
+
+def _rows(part: torch.Tensor, width: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    """Tiles of rows out of a part of the cache's entries [slots, width]."""
+    return TensorDescriptor(part, [part.shape[0], width], list(part.stride()), [TILE, width], layout)
 
 
 @gluon.jit
 def _copy_tile(value_rows, rope_rows, table, token, values, ropes, arrived, BLOCK_SIZE: gl.constexpr):
-    """Start the copy of the tile of tokens that begins at `token`; `arrived` completes with it."""
+    """Start the copy of the tile of tokens that begins at `token`; `arrived` completes with it. Returns its slot."""
     slot = gl.load(table + token // BLOCK_SIZE) * BLOCK_SIZE + token % BLOCK_SIZE
-    VALUE_DIM: gl.constexpr = values.shape[1]
-    mbarrier.expect(arrived, values.shape[0] * (VALUE_DIM + ropes.shape[1]) * 2)
+    VALUE_BYTES: gl.constexpr = values.shape[1] * values.dtype.primitive_bitwidth // 8
+    mbarrier.expect(arrived, values.shape[0] * (VALUE_BYTES + ropes.shape[1] * 2))
     _bulk_copy(value_rows, [slot, 0], arrived, values)
-    _bulk_copy(rope_rows, [slot, VALUE_DIM], arrived, ropes)
+    _bulk_copy(rope_rows, [slot, 0], arrived, ropes)
+    return slot
 
 
 @gluon.jit
@@ -101,6 +119,44 @@ def _zero_rows(buffer, first, WIDTH: gl.constexpr):
         part = buffer.slice(column, WIDTH, dim=1)
         kept = part.load(layout)
         part.store(gl.where((row < first)[:, None], kept, gl.zeros_like(kept)))
+
+
+@gluon.jit
+def _widen(raw, values, num_keys):
+    """values (bf16) = raw (e4m3), rows from `num_keys` on zeroed; scales are applied elsewhere.
+
+    An e4m3 moved into bf16's bits, s0000eeee mmm0000, is its value times 2^(7 - 127), exactly; NaN becomes 480.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, raw.shape[0], gl.SliceLayout(1, layout))
+    NUM_COLUMNS: gl.constexpr = raw.shape[1]
+    for column in gl.static_range(0, NUM_COLUMNS, 128):
+        bits = raw.slice(column, 128, dim=1).load(layout).to(gl.uint8, bitcast=True)
+        wide = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, low_sign, high_sign, power;
+            mov.b32 power, 0x7b807b80;
+            prmt.b32 low_sign, $2, 0, 0x1404;
+            prmt.b32 high_sign, $2, 0, 0x3424;
+            shr.b32 low, low_sign, 4;
+            shr.b32 high, high_sign, 4;
+            and.b32 low, low, 0x07f007f0;
+            and.b32 high, high, 0x07f007f0;
+            lop3.b32 low, low_sign, 0x80008000, low, 0xf8;
+            lop3.b32 high, high_sign, 0x80008000, high, 0xf8;
+            mul.rn.bf16x2 $0, low, power;
+            mul.rn.bf16x2 $1, high, power;
+            }
+            """,
+            "=r,=r,r",
+            [bits],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+        wide = gl.where((row < num_keys)[:, None], wide, gl.zeros_like(wide))
+        values.slice(column, 128, dim=1).store(wide)
 
 
 @gluon.jit
@@ -118,6 +174,7 @@ def _decode_kernel(
     q,
     value_rows,
     rope_rows,
+    scale_rows,
     block_tables,
     row_sequences,
     row_lens,
@@ -139,6 +196,8 @@ def _decode_kernel(
     HEADS: gl.constexpr,
     KEYS: gl.constexpr,
     KEY_AXIS: gl.constexpr,
+    IS_FP8: gl.constexpr,
+    SCALE_STRIDE: gl.constexpr,
 ):
     """One share of the tiles for one group of heads. Of two tiles of shared memory one is filled while the other is
     worked on; each is read in place as keys (rows) and as values (columns).
@@ -147,6 +206,7 @@ def _decode_kernel(
     and values, so that 16 heads waste nothing.
     KEY_AXIS 1: scores are [HEADS, KEYS], the numerator is [HEADS, VALUE_DIM]. 64 heads fill the rows themselves; a
     head's softmax stays within a warp's rows, and P V reads less shared memory per operation.
+    IS_FP8: an arrived tile is first widened to bf16, exactly; a token's scale is applied to its score and its weight.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     warps: gl.constexpr = gl.num_warps()
@@ -161,10 +221,12 @@ def _decode_kernel(
         [warps, 1] if KEY_AXIS == 0 else [4, groups],
         [16, HEADS, 16] if KEY_AXIS == 0 else [16, VALUE_DIM // groups, 16],
     )
-    cache_layout: gl.constexpr = value_rows.layout
+    cache_layout: gl.constexpr = rope_rows.layout
     weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(score_shape, dtype)
 
-    values = gl.allocate_shared_memory(dtype, [2, KEYS, VALUE_DIM], cache_layout)
+    values = gl.allocate_shared_memory(value_rows.dtype, [2, KEYS, VALUE_DIM], value_rows.layout)
+    if IS_FP8:
+        wide_values = gl.allocate_shared_memory(dtype, [KEYS, VALUE_DIM], cache_layout)
     ropes = gl.allocate_shared_memory(dtype, [2, KEYS, ROPE_DIM], cache_layout)
     q_value = gl.allocate_shared_memory(dtype, [HEADS, VALUE_DIM], cache_layout)
     q_rope = gl.allocate_shared_memory(dtype, [HEADS, ROPE_DIM], cache_layout)
@@ -193,12 +255,15 @@ def _decode_kernel(
     row = gl.load(first_rows + program)
     token = 0
     length = 0
+    slot = 0
     table = block_tables
     if first_tile < last_tile:
         token = (first_tile - gl.load(tile_starts + row)) * KEYS
         length = gl.load(row_lens + row)
         table = block_tables + gl.load(row_sequences + row).to(gl.int64) * table_stride
-        _copy_tile(value_rows, rope_rows, table, token, values.index(0), ropes.index(0), arrived.index(0), BLOCK_SIZE)
+        slot = _copy_tile(
+            value_rows, rope_rows, table, token, values.index(0), ropes.index(0), arrived.index(0), BLOCK_SIZE
+        )
         q_row = q + row.to(gl.int64) * q_row_stride
         _load_query(q_row, first_head, 0, q_value, q_head_stride, NUM_HEADS)
         _load_query(q_row, first_head, VALUE_DIM, q_rope, q_head_stride, NUM_HEADS)
@@ -213,6 +278,9 @@ def _decode_kernel(
         next_token = token + KEYS
         next_length = length
         next_table = table
+        next_slot = slot
+        if IS_FP8:
+            token_scales = gl.load(scale_rows + (slot + key).to(gl.int64) * SCALE_STRIDE)
         if tile + 1 < last_tile:
             if ends_row:
                 next_token = 0
@@ -222,7 +290,7 @@ def _decode_kernel(
                     next_row += 1
                     next_length = gl.load(row_lens + next_row)
                 next_table = block_tables + gl.load(row_sequences + next_row).to(gl.int64) * table_stride
-            _copy_tile(
+            next_slot = _copy_tile(
                 value_rows,
                 rope_rows,
                 next_table,
@@ -232,19 +300,30 @@ def _decode_kernel(
                 arrived.index(1 - stage),
                 BLOCK_SIZE,
             )
-        tile_values = values.index(stage)
         tile_ropes = ropes.index(stage)
         mbarrier.wait(arrived.index(stage), phase)
         num_keys = length - token
+        if IS_FP8:
+            tile_values = wide_values
+            _widen(values.index(stage), tile_values, num_keys)
+            token_scales = gl.where(key < num_keys, token_scales, 0.0)
+        else:
+            tile_values = values.index(stage)
+            if num_keys < KEYS:
+                _zero_rows(tile_values, num_keys, 64)
         if num_keys < KEYS:
-            _zero_rows(tile_values, num_keys, 64)
             _zero_rows(tile_ropes, num_keys, ROPE_DIM)
+        if IS_FP8 or num_keys < KEYS:
             fence_async_shared()
         if KEY_AXIS == 0:
             scores = warpgroup_mma(tile_values, q_value.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            scores = warpgroup_mma(tile_ropes, q_rope.permute((1, 0)), scores, is_async=True)
         else:
             scores = warpgroup_mma(q_value, tile_values.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if IS_FP8:
+            scores = warpgroup_mma_wait(0, deps=[scores]) * gl.expand_dims(token_scales, HEAD_AXIS)
+        if KEY_AXIS == 0:
+            scores = warpgroup_mma(tile_ropes, q_rope.permute((1, 0)), scores, is_async=True)
+        else:
             scores = warpgroup_mma(q_rope, tile_ropes.permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores]) * scale
         scores = gl.where(gl.expand_dims(key < num_keys, HEAD_AXIS), scores, float("-inf"))
@@ -254,6 +333,8 @@ def _decode_kernel(
         maximum = new_maximum
         # Summed over the keys at the row's end only: such a sum crosses warps.
         denominator = denominator * gl.expand_dims(decay, KEY_AXIS) + weights
+        if IS_FP8:
+            weights = weights * gl.expand_dims(token_scales, HEAD_AXIS)
         weight_tile.store(weights.to(dtype))
         fence_async_shared()
         numerator_decay = gl.convert_layout(decay, gl.SliceLayout(KEY_AXIS, value_layout))
@@ -294,3 +375,4 @@ def _decode_kernel(
         token = next_token
         length = next_length
         table = next_table
+        slot = next_slot
