@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,25 +16,30 @@ from app.cache.layout import CacheLayout
 from app.config import (
     EngineConfig,
     FrozenModel,
+    ModelSource,
     PoolConfig,
+    PoolScalingSettings,
     PoolsConfig,
     PoolSettings,
     RouterConfig,
     RouterSettings,
+    ScalingSettings,
     load_config,
 )
 from app.engine.loading import CPU_CACHE_BYTES, CUDA_CACHE_SHARE
 from app.errors import ConfigError, PreflightError
 from app.model.checkpoint import Checkpoint, checkpoint_digest
 from app.model.config import ModelConfig
+from app.serving.limits import check_bucket, check_pools
 
 ROUTER_PATH = "app.main:router"
 POOLS_PATH = "app.main:pools"
 # Which model validates the user_config of which deployment.
 _USER_CONFIGS: dict[str, dict[str, type[FrozenModel]]] = {
     ROUTER_PATH: {"router": RouterSettings},
-    POOLS_PATH: {"short": PoolSettings, "long": PoolSettings},
+    POOLS_PATH: {"short": PoolSettings, "long": PoolSettings, "monitor": ScalingSettings},
 }
+POLICY_PATH = "app.serving.autoscaling:PoolsPolicy"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Model = TypeVar("Model", bound=FrozenModel)
 
@@ -48,12 +54,12 @@ def check(path: Path) -> str:
     ours = [application for application in applications if application.import_path in _USER_CONFIGS]
     if not ours:
         raise ConfigError(f"{path}: no application has the import_path {ROUTER_PATH} or {POOLS_PATH}")
-    names = {application.name for application in applications}
+    by_name = {application.name: application for application in applications}
     lines: list[str] = []
     for application in ours:
-        application.check_user_configs()
+        application.user_configs()
         is_router = application.import_path == ROUTER_PATH
-        lines += _router_lines(application, names) if is_router else _pools_lines(application)
+        lines += _router_lines(application, by_name) if is_router else _pools_lines(application)
     return "\n".join(lines)
 
 
@@ -71,6 +77,10 @@ class _Application:
         return str(self.values.get("import_path"))
 
     @property
+    def args(self) -> Any:
+        return self.values.get("args") or {}
+
+    @property
     def where(self) -> str:
         return f"{self.path}: application {self.name}"
 
@@ -78,21 +88,31 @@ class _Application:
         """Validate a part of the application; `field` is that part's dotted path."""
         if not isinstance(values, dict):
             raise self.error(f"{field}: expected a mapping", field)
-        try:
+        with self.named():
             return load_config(cls, values, where=field)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Put the application's name before a ConfigError."""
+        try:
+            yield
         except ConfigError as error:
             raise self.error(error.message, error.field) from None
 
     def error(self, message: str, field: str | None) -> ConfigError:
         return ConfigError(f"{self.where}: {message}", field=field)
 
-    def check_user_configs(self) -> None:
+    def user_configs(self) -> dict[str, FrozenModel]:
+        """Every deployment's user_config that is ours, by its dotted path. Raises ConfigError."""
+        found = {}
         known = _USER_CONFIGS[self.import_path]
         for index, deployment in enumerate(self.values.get("deployments") or ()):
             if not isinstance(deployment, dict):
                 raise self.error(f"deployments.{index}: expected a mapping", f"deployments.{index}")
             if deployment.get("user_config") is not None and deployment.get("name") in known:
-                self.load(known[deployment["name"]], deployment["user_config"], f"deployments.{index}.user_config")
+                where = f"deployments.{index}.user_config"
+                found[where] = self.load(known[deployment["name"]], deployment["user_config"], where)
+        return found
 
 
 def _applications(path: Path) -> list[dict[str, Any]]:
@@ -115,18 +135,38 @@ def _applications(path: Path) -> list[dict[str, Any]]:
     return applications
 
 
-def _router_lines(application: _Application, names: set[str]) -> Iterator[str]:
-    config = application.load(RouterConfig, application.values.get("args") or {}, "args")
+def _router_lines(application: _Application, by_name: Mapping[str, _Application]) -> Iterator[str]:
+    config = application.load(RouterConfig, application.args, "args")
+    settings = {"args.settings": config.settings}
+    settings |= {key: one for key, one in application.user_configs().items() if isinstance(one, RouterSettings)}
     for index, version in enumerate(config.versions):
-        if version.app not in names:
+        pools = by_name.get(version.app)
+        if pools is None:
             field = f"args.versions.{index}.app"
             raise application.error(f"{field}: the file has no application {version.app!r}", field)
+        for where, one in settings.items():
+            _check_bucket(application, where, one, version.model, pools)
     versions = ", ".join(version.app for version in config.versions)
     yield f"{application.name}: router to {versions}; {_resources(config.num_replicas, config.num_cpus, 0)}"
 
 
+def _check_bucket(
+    application: _Application, where: str, settings: RouterSettings, model: ModelSource, pools: _Application
+) -> None:
+    """The short bucket must fit the short pool of the version and the model's context."""
+    with application.named():
+        check_bucket(settings, model, where)
+    if pools.import_path != POOLS_PATH:
+        return
+    limit = pools.load(PoolsConfig, pools.args, "args").short.engine.max_model_len
+    if limit is not None and settings.short_max_cost_tokens > limit:
+        field = f"{where}.short_max_cost_tokens"
+        message = f"{settings.short_max_cost_tokens} exceeds max_model_len {limit} of the short pool of {pools.name}"
+        raise application.error(f"{field}: {message}", field)
+
+
 def _pools_lines(application: _Application) -> Iterator[str]:
-    config = application.load(PoolsConfig, application.values.get("args") or {}, "args")
+    config = application.load(PoolsConfig, application.args, "args")
     folder = config.model.folder
     model = ModelConfig.from_folder(folder)
     Checkpoint(folder)  # opens every shard's header
@@ -135,17 +175,21 @@ def _pools_lines(application: _Application) -> Iterator[str]:
         f"{application.name}: {config.model.name}, {model.model_type}, {model.num_layers} layers,"
         f" context {model.max_position_embeddings}, digest {digest[:12]}"
     )
-    for name, pool in (("short", config.short), ("long", config.long)):
-        yield f"  {name}: {_pool_line(application, name, pool, model)}"
+    with application.named():
+        check_pools(config, "args")
+    scaling = config.scaling
+    policy = application.values.get("autoscaling_policy") or {}
+    if (scaling.short or scaling.long) and policy.get("policy_function") != POLICY_PATH:
+        field = "autoscaling_policy.policy_function"
+        raise application.error(f"{field}: must be {POLICY_PATH}, or the pools in args.scaling stay as they are", field)
+    for name, pool, limits in (("short", config.short, scaling.short), ("long", config.long, scaling.long)):
+        yield f"  {name}: {_pool_line(application, name, pool, limits, model)}"
 
 
-def _pool_line(application: _Application, name: str, pool: PoolConfig, model: ModelConfig) -> str:
+def _pool_line(
+    application: _Application, name: str, pool: PoolConfig, scaling: PoolScalingSettings | None, model: ModelConfig
+) -> str:
     engine = pool.engine
-    if engine.max_model_len is not None and engine.max_model_len > model.max_position_embeddings:
-        field = f"args.{name}.engine.max_model_len"
-        raise application.error(
-            f"{field}: {engine.max_model_len} exceeds the model's context of {model.max_position_embeddings}", field
-        )
     dtype = _dtype(engine, pool.num_gpus)
     layout = CacheLayout.of(model, dtype, is_fp8=engine.cache_dtype == "fp8")
     line = f"{str(dtype).removeprefix('torch.')}, {layout.bytes_per_token} bytes of cache per token, "
@@ -159,7 +203,8 @@ def _pool_line(application: _Application, name: str, pool: PoolConfig, model: Mo
         )
     else:
         line += f"{blocks} blocks = {blocks * layout.block_size} tokens"
-    return f"{line}; {_resources(pool.num_replicas, pool.num_cpus, pool.num_gpus)}"
+    number = str(pool.num_replicas) if scaling is None else f"{scaling.min_replicas} to {scaling.max_replicas}"
+    return f"{line}; {_resources(number, pool.num_cpus, pool.num_gpus)}"
 
 
 def _is_on_gpu(engine: EngineConfig, num_gpus: float) -> bool:
@@ -181,6 +226,6 @@ def _cache_blocks(engine: EngineConfig, layout: CacheLayout, *, on_gpu: bool) ->
     return layout.num_blocks_in(engine.cache_memory_bytes or CPU_CACHE_BYTES)
 
 
-def _resources(num_replicas: int, num_cpus: float, num_gpus: float) -> str:
+def _resources(num_replicas: int | str, num_cpus: float, num_gpus: float) -> str:
     gpus = f", {num_gpus:g} GPUs" if num_gpus else ""
     return f"{num_replicas} x ({num_cpus:g} CPUs{gpus})"

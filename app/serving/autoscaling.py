@@ -1,6 +1,6 @@
 """Serve's application-level autoscaling policy: reads what replicas and monitor recorded, asks scaling.decide.
 
-A leaf with its three neighbours (stdlib and ray only). Serve pickles a policy's own module by value and its controller
+A leaf with its four neighbours (stdlib and ray only). Serve pickles a policy's own module by value and its controller
 never sees the application's environment, so the neighbours are told to travel by value too: a controller older than
 the deployed code then still runs the policy that was deployed.
 """
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ray import cloudpickle
 
-from app.serving import budget, load, scaling
+from app.serving import board, budget, load, scaling
+from app.serving.board import PoolDecision
 from app.serving.load import Demand, PoolScaling, ReplicaSignals
 from app.serving.scaling import Decision, PoolSignals, PoolState, Report, ScalingConfig, decide
 
@@ -25,14 +26,17 @@ if TYPE_CHECKING:
     from ray.serve._private.common import DeploymentID
     from ray.serve.config import AutoscalingContext
 
-for _neighbour in (scaling, load, budget):
+for _neighbour in (scaling, load, budget, board):
     cloudpickle.register_pickle_by_value(_neighbour)  # type: ignore[no-untyped-call]  # Ray ships no types for it
 
 logger = logging.getLogger("ray.serve.longspan.scaling")
 
 LOG_INTERVAL_S = 60.0  # an unchanged decision is logged this often,
 EXPLAIN_INTERVAL_S = 5.0  # or this often while there is something to explain
-PUBLISH_INTERVAL_S = 5.0  # Ray drops a gauge not set for 10 s
+POST_INTERVAL_S = 1.0  # of unchanged decisions
+CLOSE_S = 3.0  # routers know of a pool's end by then: they ask the monitor each second, and it reads twice a second
+
+Post = Callable[[str, float, Mapping[str, PoolDecision]], None]
 
 # Serve carries flat numbers only, so settings and demand travel as `scaling/POOL/FIELD`.
 _SCALING, _DEMAND = "scaling", "demand"
@@ -46,13 +50,18 @@ def replica_stats(signals: ReplicaSignals) -> dict[str, float]:
 
 def monitor_stats(config: ScalingConfig, demand: Mapping[str, Demand]) -> dict[str, float]:
     """What the monitor's `record_autoscaling_stats` returns: settings, so that they may change while replicas run,
-    and the demand of every pool that the routers can see. A pool's own minimum and maximum come from Serve.
+    and the demand of every pool that the routers can see.
     """
     stats = {f"{_SCALING}//budget": config.budget, f"{_SCALING}//stale_after_s": config.stale_after_s}
     for kind, pools in ((_SCALING, config.pools), (_DEMAND, demand)):
         for name, values in pools.items():
             stats |= {f"{kind}/{name}/{item.name}": float(getattr(values, item.name)) for item in fields(values)}
     return stats
+
+
+def hold(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """The policy of a deployment whose application has no PoolsPolicy: nothing moves."""
+    return context.target_num_replicas, {}
 
 
 class PoolsPolicy:
@@ -63,19 +72,22 @@ class PoolsPolicy:
     `upscale_delay_s` and `downscale_delay_s` must be 0: the windows are ours. A deployment that reports no settings
     and is no pool is left alone.
 
-    Serve overrules the policy for a pool at zero whose handle holds requests: routers must keep them to themselves
-    until the pool has a replica, and report them to the monitor.
+    Serve overrules the policy for a pool at zero whose handle holds requests, whatever the budget. So routers keep
+    requests to themselves while a pool has no replica, and report them to the monitor; and a pool closes before its
+    last replica stops: for CLOSE_S routers hold back, and what they hold reopens it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, post: Post = board.post) -> None:
         self._clock = clock
+        self._post = post
         self._config: ScalingConfig | None = None
         self._state: dict[str, PoolState] = {}
         self._settings: tuple[tuple[str, float], ...] = ()
         self._monitor_seen: tuple[float, float] = (-math.inf, -math.inf)  # stamp, when it changed
+        self._closing_since_s: dict[str, float] = {}
+        self._shown: Mapping[str, tuple[int, ...]] = {}
+        self._shown_s = -math.inf
         self._logged_s: dict[str, float] = {}
-        self._published_s = -math.inf
-        self._gauges: tuple[Any, Any] | None = None
 
     def __call__(
         self, contexts: Mapping[DeploymentID, AutoscalingContext]
@@ -87,11 +99,14 @@ class PoolsPolicy:
             if self._config is not None:
                 pools = {one.deployment_name: key for key, one in contexts.items()}
                 pools = {name: key for name, key in pools.items() if name in self._config.pools}
-                signals = {name: _signals(contexts[key], demand, name) for name, key in pools.items()}
+                signals = {
+                    name: _signals(contexts[key], demand, name, is_closing=name in self._closing_since_s)
+                    for name, key in pools.items()
+                }
                 bounded = {name: _bounded(self._config.pools[name], contexts[key]) for name, key in pools.items()}
                 decision = decide(signals, self._state, replace(self._config, pools=bounded), now)
                 self._state = decision.state
-                targets |= {key: decision.targets[name] for name, key in pools.items()}
+                targets |= {key: self._close(name, decision, contexts[key], now) for name, key in pools.items()}
                 self._explain(decision, signals, next(iter(contexts.values())).app_name or "", now)
         except Exception:
             if self._is_due("", LOG_INTERVAL_S):
@@ -115,14 +130,31 @@ class PoolsPolicy:
                     return {name: Demand(**figures) for name, figures in _by_pool(values, _DEMAND).items()}
         return None
 
+    def _close(self, name: str, decision: Decision, context: AutoscalingContext, now: float) -> int:
+        """The target for Serve: a last replica runs on until routers know that it stops."""
+        granted = decision.targets[name]
+        if granted > 0 or context.target_num_replicas == 0:
+            self._closing_since_s.pop(name, None)
+            return granted
+        since_s = self._closing_since_s.setdefault(name, now)
+        return 0 if now - since_s >= CLOSE_S else context.target_num_replicas
+
     def _explain(self, decision: Decision, signals: Mapping[str, PoolSignals], app: str, now: float) -> None:
         for name, why in decision.reasons.items():
             has_changed = why.granted != signals[name].target
             if self._is_due(name, 0.0 if has_changed else EXPLAIN_INTERVAL_S if why.reasons else LOG_INTERVAL_S):
                 logger.info(json.dumps({"event": "scaling", "app": app, "pool": name, **asdict(why)}))
-        if now - self._published_s >= PUBLISH_INTERVAL_S:
-            self._published_s = now
-            self._publish(decision, app)
+        self._show(decision, signals, app, now)
+
+    def _show(self, decision: Decision, signals: Mapping[str, PoolSignals], app: str, now: float) -> None:
+        decisions = {
+            name: PoolDecision(signals[name].num_running, signals[name].target, **asdict(why))
+            for name, why in decision.reasons.items()
+        }
+        numbers = {name: (one.running, one.target, one.wanted, one.granted) for name, one in decisions.items()}
+        if numbers != self._shown or now - self._shown_s >= POST_INTERVAL_S:
+            self._shown, self._shown_s = numbers, now
+            self._post(app, now, decisions)
 
     def _is_due(self, name: str, interval_s: float) -> bool:
         now = self._clock()
@@ -130,23 +162,6 @@ class PoolsPolicy:
             return False
         self._logged_s[name] = now
         return True
-
-    def _publish(self, decision: Decision, app: str) -> None:
-        from ray.serve.metrics import Gauge
-
-        if self._gauges is None:
-            # Ray annotates tag_keys as one string; it takes any number.
-            kinds: Any = ("app", "pool", "kind"), ("app", "pool", "signal")
-            self._gauges = (
-                Gauge("longspan_scaling_replicas", "Replicas wanted and granted.", kinds[0]),
-                Gauge("longspan_scaling_signal", "Figures the scaling policy decided on.", kinds[1]),
-            )
-        replicas, signal = self._gauges
-        for name, why in decision.reasons.items():
-            replicas.set(why.wanted, {"app": app, "pool": name, "kind": "wanted"})
-            replicas.set(why.granted, {"app": app, "pool": name, "kind": "granted"})
-            for key, value in why.values.items():
-                signal.set(value, {"app": app, "pool": name, "signal": key})
 
 
 def _latest(context: AutoscalingContext) -> dict[str, tuple[float, dict[str, float]]]:
@@ -160,9 +175,11 @@ def _latest(context: AutoscalingContext) -> dict[str, tuple[float, dict[str, flo
     return found
 
 
-def _signals(context: AutoscalingContext, demand: Mapping[str, Demand] | None, name: str) -> PoolSignals:
+def _signals(
+    context: AutoscalingContext, demand: Mapping[str, Demand] | None, name: str, *, is_closing: bool
+) -> PoolSignals:
     return PoolSignals(
-        target=context.target_num_replicas,
+        target=0 if is_closing else context.target_num_replicas,
         num_running=context.current_num_replicas,
         reports=_reports(context),
         demand=None if demand is None else demand.get(name, Demand()),
@@ -205,8 +222,7 @@ def _config_of(settings: Mapping[str, float]) -> ScalingConfig:
 
 
 def _bounded(pool: PoolScaling, context: AutoscalingContext) -> PoolScaling:
-    return replace(
-        pool,
-        min_replicas=context.capacity_adjusted_min_replicas,
-        max_replicas=max(1, context.capacity_adjusted_max_replicas),
-    )
+    """Within Serve's bounds as well, which are wide unless somebody narrowed them."""
+    most = max(1, min(pool.max_replicas, context.capacity_adjusted_max_replicas))
+    least = max(pool.min_replicas, context.capacity_adjusted_min_replicas)
+    return replace(pool, min_replicas=min(least, most), max_replicas=most)

@@ -91,6 +91,8 @@ def measure(fresh: Sequence[ReplicaSignals], demand: Demand, config: PoolScaling
     backlog = waiting_seqs / (len(fresh) * config.max_waiting_seqs)
     if speed:
         backlog = max(backlog, totals["waiting_prefill_tokens"] / (len(fresh) * speed * config.ttft_target_s))
+    if demand.rejected_tokens_per_s > 0:
+        backlog = max(backlog, 1.0)  # what is refused would wait longer than is tolerated
     is_busy = waiting_seqs + totals["waiting_prefill_tokens"] + totals["running_seqs"] > 0
     # Little's law: arrivals x time in the batch is how many places they will hold, however many hold one now.
     places = totals["arrival_seqs_per_s"] * sum(decodes) / len(decodes) if decodes else None

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import ray
+from ray import serve
 from ray.util.placement_group import placement_group_table
 
+from app.config import ScalingSettings, load_config
 from app.protocol import EngineStats
+from app.serving.board import PoolDecision
 from app.serving.placement import nodes_of, waiting_groups
 from app.serving.routing import PoolLimits, PoolName
+from app.serving.scaling_view import PoolStart, RouterDemand, ScalingView
 
 logger = logging.getLogger("ray.serve")
 
@@ -27,6 +33,7 @@ class ReplicaReport:
     replica_id: str
     limits: PoolLimits
     stats: EngineStats
+    start_s: float = 0.0  # how long its constructor took
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +66,41 @@ class VersionSnapshot:
     limits: Mapping[PoolName, PoolLimits]
     replicas: tuple[tuple[float, ReplicaReport], ...]  # (age in seconds, report), stale ones left out
     routers: tuple[RouterReport, ...] = ()
+    decisions: Mapping[PoolName, PoolDecision] = field(default_factory=dict)  # of the pools that scale, if known
+    starts: Mapping[PoolName, PoolStart] = field(default_factory=dict)  # of the pools that scale
 
 
 class Monitor:
-    """The deployment class. Bound with the pools so that they belong to its application."""
+    """The deployment class. Bound with the pools so that they belong to its application.
+
+    What changes its state is `async`, so that Serve runs it in the event loop; the rest would run in threads.
+    """
 
     def __init__(self, *_pools: object) -> None:
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
         self._routers: dict[str, tuple[float, RouterReport]] = {}
         self._limits: dict[PoolName, PoolLimits] = {}
         self._waiting: set[str] = set()
+        self._scaling = ScalingView()
+        self._reader: asyncio.Task[None] | None = None
 
-    def report(self, report: ReplicaReport) -> None:
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take what may change at run time (ScalingSettings)."""
+        self._scaling.configure(load_config(ScalingSettings, user_config, where="user_config"))
+        if self._scaling.is_active and self._reader is None:
+            app = serve.get_replica_context().app_name
+            self._reader = asyncio.create_task(self._scaling.read_forever(app, time.monotonic))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve hands to the scaling policy."""
+        return self._scaling.stats(time.monotonic())
+
+    async def report(self, report: ReplicaReport) -> None:
         # Age counts from arrival: the sender's clock may differ.
-        self._reports[report.replica_id] = (time.monotonic(), report)
+        now = time.monotonic()
+        self._reports[report.replica_id] = (now, report)
         self._limits[report.pool] = report.limits
+        self._scaling.hear_replica(report.pool, report.start_s, now)
 
     def check_health(self) -> None:
         """Asked by Serve now and then: the moment to log which replicas find no room, as they cannot say it."""
@@ -82,14 +109,30 @@ class Monitor:
             logger.warning(line)
         self._waiting = lines
 
-    def exchange(self, report: RouterReport) -> VersionSnapshot:
+    async def exchange(self, report: RouterReport) -> VersionSnapshot:
         """Take a router's report and give it the snapshot: one call a second instead of two."""
         self._routers[report.router_id] = (time.monotonic(), report)
-        return self.snapshot()
+        snapshot = await self.snapshot()
+        demands = {router.router_id: _demands(router) for router in snapshot.routers}
+        self._scaling.hear_routers(demands, time.monotonic())
+        return snapshot
 
-    def snapshot(self) -> VersionSnapshot:
+    async def snapshot(self) -> VersionSnapshot:
         now = time.monotonic()
         self._reports = {key: held for key, held in self._reports.items() if now - held[0] < STALE_AFTER_S}
         self._routers = {key: held for key, held in self._routers.items() if now - held[0] < STALE_AFTER_S}
         replicas = tuple((now - arrived_s, report) for arrived_s, report in self._reports.values())
-        return VersionSnapshot(dict(self._limits), replicas, tuple(report for _, report in self._routers.values()))
+        return VersionSnapshot(
+            dict(self._limits),
+            replicas,
+            tuple(report for _, report in self._routers.values()),
+            self._scaling.decisions(now),
+            self._scaling.starts(now),
+        )
+
+
+def _demands(router: RouterReport) -> dict[PoolName, RouterDemand]:
+    return {
+        pool: RouterDemand(traffic.router_requests_held, traffic.router_tokens_rejected)
+        for pool, traffic in router.pools.items()
+    }

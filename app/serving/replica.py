@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -15,9 +16,11 @@ from ray import serve
 from app.config import ModelSource, PoolConfig, PoolSettings, load_config
 from app.errors import LongspanError
 from app.protocol import EngineStats, GenerateRequest, TokenChunk
+from app.serving.autoscaling import replica_stats
 from app.serving.monitor import ReplicaReport
 from app.serving.routing import PoolLimits, PoolName
 from app.serving.shards import start_shards
+from app.serving.signals import SignalMeter
 from app.serving.streaming import Channel, Pacer, SequenceGroup, StreamItem
 from app.tokenizer import Tokenizer
 
@@ -32,6 +35,7 @@ class Replica:
     """The deployment class."""
 
     def __init__(self, pool: PoolName, source: ModelSource, config: PoolConfig) -> None:
+        started_s = time.monotonic()
         # Imported here: the router and the controller never load torch.
         from app.engine.loading import load_engine
 
@@ -54,6 +58,8 @@ class Replica:
             limits.max_model_len, limits.vocab_size, self._engine.version, max_num_seqs=limits.max_num_seqs
         )
         self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._meter = SignalMeter(limits.max_num_seqs)
+        self._start_s = time.monotonic() - started_s
         self._reporter = asyncio.create_task(self._report_forever())
         if self._shards is not None:
             self._shards.guard(self._engine, self._pacer)
@@ -100,6 +106,10 @@ class Replica:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve hands to the scaling policy."""
+        return replica_stats(self._meter.update(self._engine.stats(), time.monotonic()))
+
     def check_health(self) -> None:
         """Raises EngineError if the engine has stopped, or has work and makes no step."""
         self._engine.check_health(self._settings.watchdog_timeout_s)
@@ -118,8 +128,9 @@ class Replica:
         while True:
             try:
                 monitor = monitor or serve.get_deployment_handle("monitor", app_name=context.app_name)
-                report = ReplicaReport(self._pool, context.replica_id.unique_id, self._limits, self._engine.stats())
-                await monitor.report.remote(report)
+                stats = self._engine.stats()
+                replica_id = context.replica_id.unique_id
+                await monitor.report.remote(ReplicaReport(self._pool, replica_id, self._limits, stats, self._start_s))
             except Exception as error:  # the monitor may restart; the next report finds its successor
                 logger.warning("report to the monitor failed: %s", type(error).__name__)
             await asyncio.sleep(REPORT_PERIOD_S)

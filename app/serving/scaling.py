@@ -160,7 +160,7 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
     current = _clip(pool.target, config)
     fresh = [report.signals for key, report in pool.reports.items() if now - state.seen[key][1] < stale_after_s]
     values: dict[str, float] = {"target": pool.target, "running": pool.num_running, "reporting": len(fresh)}
-    if pool.num_running == 0 or not fresh:
+    if pool.num_running == 0 or current == 0 or not fresh:
         state = replace(state, up=None, down=None, spare=None, backlog_since_s=None)
         wanted, why = _without_figures(pool, current, values)
         wanted, why = _placeable(wanted, why, pool, state, config, now)
@@ -259,8 +259,8 @@ def _track(state: PoolState, pool: PoolSignals, config: PoolScaling, now: float)
 
 
 def _without_figures(pool: PoolSignals, current: int, values: dict[str, float]) -> tuple[int, tuple[str, ...]]:
-    """Hold, except that demand from outside wakes a pool at zero."""
-    if pool.num_running > 0:
+    """Hold, except that demand from outside wakes a pool at zero, whose last replica may still be on its way out."""
+    if current > 0 and pool.num_running > 0:
         return current, ("hold: no fresh figures from any replica",)
     if pool.demand is None:
         return current, ("hold: no replica, and no fresh figures of the demand",)

@@ -10,11 +10,12 @@ from app.serving.load import ReplicaSignals
 ARRIVAL_WINDOW_S = 30.0  # time constant of the arrival rates
 DECODE_WINDOW_S = 60.0
 SPEED_WINDOW_S = 30.0
+PERIOD_S = 0.99  # rates over less are noise: a step counts its prompt tokens all at once
 NEARLY_FULL = 0.9  # of the KV cache; prompts may wait for blocks rather than for compute
 
 
 class SignalMeter:
-    """Call `update` about once a second with the engine's stats.
+    """Call `update` once a second or more often with the engine's stats.
 
     The speed of prefill shows only while prompts queue up with room to run. Until they do, the best second so far
     stands for it: too low, so the load looks greater than it is and no replica is stopped by mistake.
@@ -31,9 +32,10 @@ class SignalMeter:
 
     def update(self, stats: EngineStats, now: float) -> ReplicaSignals:
         """Signals at `now`, in seconds of any clock that runs evenly."""
-        if self._last is not None and now > self._last[0]:
+        if self._last is None:
+            self._last = now, stats
+        elif now - self._last[0] >= PERIOD_S:
             self._average(self._last[1], stats, now - self._last[0])
-        if self._last is None or now > self._last[0]:
             self._last = now, stats
         return ReplicaSignals(
             waiting_seqs=stats.num_requests_waiting,

@@ -15,7 +15,8 @@ from ray import cloudpickle
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from app.serving.autoscaling import PoolsPolicy, monitor_stats, replica_stats
+from app.serving.autoscaling import CLOSE_S, PoolsPolicy, monitor_stats, replica_stats
+from app.serving.board import PoolDecision
 from app.serving.load import Demand, PoolScaling, ReplicaSignals
 from app.serving.scaling import ScalingConfig
 
@@ -31,7 +32,8 @@ class Cluster:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.policy = PoolsPolicy(clock=lambda: self.now)
+        self.posted: list[dict[str, PoolDecision]] = []
+        self.policy = PoolsPolicy(clock=lambda: self.now, post=lambda _app, _stamp, new: self.posted.append(dict(new)))
         self.targets = {"short": 1, "long": 1, "monitor": 1}
         self.running = {"short": 1, "long": 1, "monitor": 1}
         self.bounds = {"short": (1, 4), "long": (0, 4), "monitor": (1, 1)}
@@ -183,16 +185,59 @@ def test_every_change_is_explained(caplog: pytest.LogCaptureFixture) -> None:
     assert any("queue" in reason for reason in change["reasons"])
 
 
-def test_a_decision_stands_even_if_it_cannot_be_published(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decisions_are_posted_on_change_and_each_second() -> None:
+    cluster = Cluster()
+    for tick in range(30):
+        cluster.report_all(float(tick), short=BUSY)
+        cluster.decide(0.1)
+    assert 3 <= len(cluster.posted) <= 7
+    last = cluster.posted[-1]["short"]
+    assert (last.target, last.granted) == (cluster.targets["short"], cluster.targets["short"])
+    assert last.values["waiting_seqs"] == 100 and last.takes_requests
+
+
+def test_a_decision_stands_even_if_it_cannot_be_posted() -> None:
     def fail(*_: object) -> None:
-        raise RuntimeError("no metrics agent")
+        raise RuntimeError("no control store")
 
     cluster = Cluster()
-    monkeypatch.setattr(PoolsPolicy, "_publish", fail)
+    cluster.policy = PoolsPolicy(clock=lambda: cluster.now, post=fail)
     for second in range(3):
         cluster.report_all(float(second), short=BUSY)
         cluster.decide(1.0)
     assert cluster.targets["short"] > 1
+
+
+def idle_until_it_closes(cluster: Cluster) -> None:
+    for second in range(400):
+        cluster.report_all(float(second))
+        cluster.decide(1.0)
+        if not cluster.posted[-1]["long"].takes_requests:
+            return
+    pytest.fail("the idle pool did not close")
+
+
+def test_a_pool_closes_before_its_last_replica_stops() -> None:
+    cluster = Cluster()
+    idle_until_it_closes(cluster)
+    for tick in range(int(CLOSE_S) - 1):
+        cluster.report_all(1000.0 + tick)
+        assert cluster.decide(1.0)["long"] == 1
+        assert not cluster.posted[-1]["long"].takes_requests
+    cluster.report_all(2000.0)
+    assert cluster.decide(2.0)["long"] == 0
+
+
+def test_what_routers_hold_reopens_a_closing_pool() -> None:
+    cluster = Cluster()
+    idle_until_it_closes(cluster)
+    cluster.report_all(1000.0, demand=1)
+    assert cluster.decide(1.0)["long"] == 1
+    assert cluster.posted[-1]["long"].takes_requests
+    for tick in range(10):
+        cluster.report_all(1001.0 + tick, long=ReplicaSignals(running_seqs=1, max_running_seqs=16))
+        assert cluster.decide(1.0)["long"] == 1
+        assert cluster.posted[-1]["long"].takes_requests
 
 
 def test_serve_accepts_it() -> None:
@@ -222,7 +267,8 @@ class Refuse:
         if name.split(".")[0] in ("app", "torch"):
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
-policy = pickle.loads(open(sys.argv[1], "rb").read())()
+posted = []
+policy = pickle.loads(open(sys.argv[1], "rb").read())(post=lambda app, stamp, pools: posted.append(pools["short"]))
 class Context:
     deployment_name, app_name, target_num_replicas, current_num_replicas = "short", "pools", 3, 1
     capacity_adjusted_min_replicas, capacity_adjusted_max_replicas = 1, 4
@@ -232,6 +278,7 @@ failures = []
 logging.getLogger("ray.serve.longspan.scaling").exception = lambda *args: failures.append(sys.exc_info())
 assert policy({"id": Context()}) == ({"id": 3}, {"id": {}}), failures
 assert policy._config is not None and not failures, failures
+assert posted[0].granted == 3 and posted[0].takes_requests
 """
 
 

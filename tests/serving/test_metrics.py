@@ -83,30 +83,32 @@ def report(replica_id: str) -> ReplicaReport:
     return ReplicaReport("short", replica_id, PoolLimits(10, 20, "v"), STATS)
 
 
-def test_monitor_drops_stale_reports_and_keeps_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.asyncio
+async def test_monitor_drops_stale_reports_and_keeps_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monitor = Monitor()
-    monitor.report(report("r1"))
+    await monitor.report(report("r1"))
     clock[0] += 6.0
-    monitor.report(report("r2"))
+    await monitor.report(report("r2"))
     clock[0] += 3.0
-    snapshot = monitor.snapshot()
+    snapshot = await monitor.snapshot()
     assert sorted((age_s, held.replica_id) for age_s, held in snapshot.replicas) == [(3.0, "r2"), (9.0, "r1")]
     clock[0] += 2.0
-    assert [held.replica_id for _, held in monitor.snapshot().replicas] == ["r2"]
+    assert [held.replica_id for _, held in (await monitor.snapshot()).replicas] == ["r2"]
     clock[0] += 60.0
-    assert monitor.snapshot().replicas == ()
-    assert monitor.snapshot().limits["short"].max_model_len == 10
+    assert (await monitor.snapshot()).replicas == ()
+    assert (await monitor.snapshot()).limits["short"].max_model_len == 10
 
 
-def test_monitor_keeps_what_routers_tell_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.asyncio
+async def test_monitor_keeps_what_routers_tell_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monitor = Monitor()
     first, second = (RouterReport(name, {"short": PoolTraffic()}) for name in "ab")
-    assert monitor.exchange(first).routers == (first,)
+    assert (await monitor.exchange(first)).routers == (first,)
     clock[0] += 6.0
-    assert monitor.exchange(second).routers == (first, second)
+    assert (await monitor.exchange(second)).routers == (first, second)
     clock[0] += 6.0
-    assert monitor.snapshot().routers == (second,)
+    assert (await monitor.snapshot()).routers == (second,)

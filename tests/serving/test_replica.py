@@ -64,6 +64,7 @@ async def test_one_failure_does_not_silence_the_reports(monkeypatch: pytest.Monk
     serve = SimpleNamespace(get_replica_context=lambda: context, get_deployment_handle=get_handle)
     monkeypatch.setattr(module, "serve", serve)
     monkeypatch.setattr(module, "REPORT_PERIOD_S", 0.001)
+    replica._start_s = 0.0
     replica._pool, replica._limits, replica._engine, replica._shards = "short", PoolLimits(1, 2, "v"), engine, None
     replica._reporter = asyncio.create_task(replica._report_forever())
     async with asyncio.timeout(5.0):
