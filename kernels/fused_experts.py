@@ -112,7 +112,7 @@ def _sort_kernel(
 
 
 @triton.jit
-def _tile_of(pid, num_blocks, num_columns: tl.constexpr, GROUP: tl.constexpr):
+def tile_of(pid, num_blocks, num_columns: tl.constexpr, GROUP: tl.constexpr):
     """Program -> (row block, column block): GROUP row blocks walk the columns together, so weights stay in L2."""
     first = pid // (GROUP * num_columns) * GROUP
     size = min(num_blocks - first, GROUP)
@@ -132,7 +132,7 @@ def _gate_up_kernel(
     num_blocks = tl.load(num_blocks_ptr)
     k = tl.arange(0, BLOCK_K)
     for tile in tl.range(tl.program_id(0), num_blocks * columns, tl.num_programs(0)):
-        block, column = _tile_of(tile, num_blocks, columns, GROUP)
+        block, column = tile_of(tile, num_blocks, columns, GROUP)
         expert = tl.load(block_experts_ptr + block)
         row = block * BLOCK_M + tl.arange(0, BLOCK_M)
         pair = tl.load(rows_ptr + row)
@@ -169,7 +169,7 @@ def _down_kernel(
     wait_for_previous(PDL)
     num_blocks = tl.load(num_blocks_ptr)
     for tile in tl.range(tl.program_id(0), num_blocks * columns, tl.num_programs(0), flatten=True):
-        block, column = _tile_of(tile, num_blocks, columns, GROUP)
+        block, column = tile_of(tile, num_blocks, columns, GROUP)
         down_row = tl.load(block_experts_ptr + block) * D + column * BLOCK_N
         out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, INTER, BLOCK_K):
@@ -238,49 +238,72 @@ def _triton_experts(
     """Sort, two grouped GEMMs, sum: four launches whose grids depend on shapes alone, so they fit a CUDA graph."""
     (num_tokens, dim), top_k, (num_experts, _, inter) = x.shape, ids.shape[1], down.shape
     num_pairs, device = num_tokens * top_k, x.device
-    max_blocks = num_pairs // tiles.rows + min(num_experts, num_pairs)  # each hit expert fills up one block at most
-    rows = torch.empty(max_blocks * tiles.rows, dtype=torch.int32, device=device)
-    block_experts = torch.empty(max_blocks, dtype=torch.int32, device=device)
-    num_blocks = torch.empty(1, dtype=torch.int32, device=device)
-    _sort_kernel[(num_experts,)](
-        ids, rows, block_experts, num_blocks, num_pairs,
-        E=num_experts, BINS=triton.next_power_of_2(num_experts + 1), BLOCK_M=tiles.rows,
-        CHUNK=min(8192, max(256, triton.next_power_of_2(num_pairs // 4))), num_warps=8, **dependent_launch(device),
-    )  # fmt: skip
-    hidden = torch.empty(len(rows), inter, dtype=x.dtype, device=device)
+    pairs = sort_pairs(ids, num_experts, tiles.rows)
+    hidden = torch.empty(len(pairs.rows), inter, dtype=x.dtype, device=device)
     parts = torch.empty(num_pairs, dim, dtype=x.dtype, device=device)
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    processors = _num_multiprocessors(device)
+    processors = num_multiprocessors(device)
     tile = tiles.gate_up
-    _gate_up_kernel[(min(max_blocks * triton.cdiv(inter, tile.columns), tile.programs * processors),)](
-        x, _descriptor(gate_up.view(-1, dim), tile.columns, tile.depth), hidden,
-        rows, block_experts, num_blocks, num_pairs,
+    _gate_up_kernel[(min(len(pairs.block_experts) * triton.cdiv(inter, tile.columns), tile.programs * processors),)](
+        x, descriptor(gate_up.view(-1, dim), tile.columns, tile.depth), hidden,
+        pairs.rows, pairs.block_experts, pairs.num_blocks, num_pairs,
         D=dim, INTER=inter, TOP_K=top_k, PRECISION=precision,
         BLOCK_M=tiles.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent_launch(device),
     )  # fmt: skip
     tile = tiles.down
-    _down_kernel[(min(max_blocks * triton.cdiv(dim, tile.columns), tile.programs * processors),)](
-        _descriptor(hidden, tiles.rows, tile.depth), _descriptor(down.view(-1, inter), tile.columns, tile.depth),
-        weights, parts, rows, block_experts, num_blocks, num_pairs,
+    _down_kernel[(min(len(pairs.block_experts) * triton.cdiv(dim, tile.columns), tile.programs * processors),)](
+        descriptor(hidden, tiles.rows, tile.depth), descriptor(down.view(-1, inter), tile.columns, tile.depth),
+        weights, parts, pairs.rows, pairs.block_experts, pairs.num_blocks, num_pairs,
         D=dim, INTER=inter, PRECISION=precision,
         BLOCK_M=tiles.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent_launch(device),
     )  # fmt: skip
-    out = torch.empty_like(x)
+    return sum_parts(parts, ids, num_experts)
+
+
+@dataclass(frozen=True, slots=True)
+class SortedPairs:
+    """Pairs of token and choice, one expert after the other in blocks of rows (see _sort_kernel)."""
+
+    rows: torch.Tensor  # [max_blocks * block] int32: the pair of each row; num_pairs in padding
+    block_experts: torch.Tensor  # [max_blocks] int32
+    num_blocks: torch.Tensor  # [1] int32: the blocks in use
+
+
+def sort_pairs(ids: torch.Tensor, num_experts: int, block: int) -> SortedPairs:
+    num_pairs, device = ids.numel(), ids.device
+    max_blocks = num_pairs // block + min(num_experts, num_pairs)  # each hit expert fills up one block at most
+    pairs = SortedPairs(
+        rows=torch.empty(max_blocks * block, dtype=torch.int32, device=device),
+        block_experts=torch.empty(max_blocks, dtype=torch.int32, device=device),
+        num_blocks=torch.empty(1, dtype=torch.int32, device=device),
+    )
+    _sort_kernel[(num_experts,)](
+        ids, pairs.rows, pairs.block_experts, pairs.num_blocks, num_pairs,
+        E=num_experts, BINS=triton.next_power_of_2(num_experts + 1), BLOCK_M=block,
+        CHUNK=min(8192, max(256, triton.next_power_of_2(num_pairs // 4))), num_warps=8, **dependent_launch(device),
+    )  # fmt: skip
+    return pairs
+
+
+def sum_parts(parts: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """parts [N * k, D], one row for each of ids [N, k] -> [N, D]."""
+    (num_tokens, top_k), dim = ids.shape, parts.shape[1]
+    out = torch.empty(num_tokens, dim, dtype=parts.dtype, device=parts.device)
     block = min(1024, triton.next_power_of_2(dim))
     _sum_kernel[(num_tokens, triton.cdiv(dim, block))](
-        parts, ids, out, E=num_experts, D=dim, TOP_K=top_k, BLOCK_D=block, **dependent_launch(device)
+        parts, ids, out, E=num_experts, D=dim, TOP_K=top_k, BLOCK_D=block, **dependent_launch(parts.device)
     )
     return out
 
 
 @lru_cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
