@@ -19,6 +19,8 @@ from app.config import RouterSettings
 from app.errors import OverloadedError, UnavailableError
 from app.protocol import GenerateRequest, TokenChunk
 from app.serving.admission import check_queue
+from app.serving.board import PoolDecision
+from app.serving.demand import ZeroGate
 from app.serving.monitor import PoolTraffic, ReplicaReport
 from app.serving.pool_client import PoolClient, ReplicaLostError
 from app.serving.pool_view import PoolView, Ticket
@@ -32,6 +34,7 @@ from app.serving.routing import (
     choose_replica,
     prefix_keys,
 )
+from app.serving.scaling_view import PoolStart
 from app.serving.streaming import join_chunks
 
 logger = logging.getLogger("ray.serve")
@@ -67,16 +70,23 @@ class Dispatcher:
         self._settings = settings
         self._estimates = estimates
         self._view = PoolView()
+        self.gate = ZeroGate(pool)
         self._directory = PrefixDirectory()
         self._informed_s = -INFORMED_S
         self._counts: Counter[str] = Counter()
 
     # ---- what it knows ----
 
-    def update(self, reports: Sequence[tuple[float, ReplicaReport]]) -> None:
-        """Take the monitor's snapshot of this pool."""
+    def update(
+        self,
+        reports: Sequence[tuple[float, ReplicaReport]],
+        decision: PoolDecision | None = None,
+        start: PoolStart | None = None,
+    ) -> None:
+        """Take the monitor's snapshot of this pool. A replica about to stop reports on, but takes nothing more."""
         now = asyncio.get_running_loop().time()
-        self._view.update(reports, now)
+        self.gate.update(decision, start, now)
+        self._view.update(reports if self.gate.is_open else (), now)
         self._informed_s = now
 
     def load(self) -> PoolLoad:
@@ -84,7 +94,8 @@ class Dispatcher:
 
     @property
     def traffic(self) -> PoolTraffic:
-        return PoolTraffic(router_requests_held=self._view.held.num_seqs, **self._counts)
+        held = self._view.held.num_seqs or int(self.gate.is_wanted(asyncio.get_running_loop().time()))
+        return PoolTraffic(router_requests_held=held, **self._counts)
 
     # ---- a prompt ----
 
@@ -142,6 +153,7 @@ class Dispatcher:
         while not (replicas := self._view.replicas(loop.time())):
             if loop.time() - self._informed_s >= INFORMED_S:
                 return None
+            self.gate.check(deadline_s, loop.time())
             ticket.hold(num_tokens)
             await self._wait_for_replica(held_until_s, deadline_s)
         match = self._directory.find(keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from app.protocol import EngineStats, Histogram
+from app.serving.board import PoolDecision
 from app.serving.monitor import PoolTraffic
 
 PREFIX = "longspan:"
@@ -63,6 +65,15 @@ ROUTER_METRICS = (  # attributes of PoolTraffic
     MetricSpec("router_requests_lost", "counter", "Sequences that ended in an error because a replica was lost."),
     MetricSpec("router_requests_spilled", "counter", "Sequences sent here though predicted for the other pool."),
 )
+SCALING_LABELS = ("model", "app", "pool")
+SCALING_METRICS = (  # of PoolDecision; the label is a field of it or a key of one
+    MetricSpec("scaling_replicas", "gauge", "Replicas running, targeted, wanted by the load, granted.", label="kind"),
+    MetricSpec("scaling_signal", "gauge", "Figures the scaling policy decided on.", label="signal"),
+    MetricSpec(
+        "scaling_reason", "gauge", "1 for each reason of the last decision, its numbers left out.", label="reason"
+    ),
+)
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 SNAPSHOT_AGE = "snapshot_age_seconds"  # gauge: time since a replica's snapshot reached its monitor
 
 
@@ -83,10 +94,31 @@ class RouterSeries:
     traffic: PoolTraffic
 
 
+@dataclass(frozen=True, slots=True)
+class ScalingSeries:
+    """What the scaling policy last decided for a pool and the labels it is shown under."""
+
+    labels: tuple[str, str, str]  # SCALING_LABELS
+    decision: PoolDecision
+
+    def values(self, name: str) -> dict[str, float]:
+        """Of one of SCALING_METRICS, by its extra label."""
+        one = self.decision
+        if name == "scaling_signal":
+            return dict(one.values)
+        if name == "scaling_reason":
+            # A label with numbers in it would start a new series at each decision.
+            return {_NUMBER.sub("N", reason): 1.0 for reason in one.reasons}
+        return {"running": one.running, "target": one.target, "wanted": one.wanted, "granted": one.granted}
+
+
 class _Snapshots(Collector):
-    def __init__(self, series: Iterable[ReplicaSeries], routers: Iterable[RouterSeries]) -> None:
+    def __init__(
+        self, series: Iterable[ReplicaSeries], routers: Iterable[RouterSeries], scaling: Iterable[ScalingSeries]
+    ) -> None:
         self._series = tuple(series)
         self._routers = tuple(routers)
+        self._scaling = tuple(scaling)
 
     def collect(self) -> Iterator[Metric]:
         age = GaugeMetricFamily(PREFIX + SNAPSHOT_AGE, "Seconds since the replica's last report.", labels=LABELS)
@@ -101,6 +133,12 @@ class _Snapshots(Collector):
             for router in self._routers:
                 family.add_metric(router.labels, getattr(router.traffic, spec.name))
             yield family
+        for spec in SCALING_METRICS:
+            gauge = GaugeMetricFamily(PREFIX + spec.name, spec.help, labels=(*SCALING_LABELS, str(spec.label)))
+            for pool in self._scaling:
+                for label, value in pool.values(spec.name).items():
+                    gauge.add_metric((*pool.labels, label), value)
+            yield gauge
 
     def _family(self, spec: MetricSpec) -> Metric:
         name = PREFIX + spec.name
@@ -128,8 +166,10 @@ def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
     return buckets
 
 
-def render(series: Iterable[ReplicaSeries], routers: Iterable[RouterSeries] = ()) -> bytes:
+def render(
+    series: Iterable[ReplicaSeries], routers: Iterable[RouterSeries] = (), scaling: Iterable[ScalingSeries] = ()
+) -> bytes:
     """Prometheus text format, for CONTENT_TYPE_LATEST."""
     registry = CollectorRegistry()
-    registry.register(_Snapshots(series, routers))
+    registry.register(_Snapshots(series, routers, scaling))
     return generate_latest(registry)

@@ -135,7 +135,8 @@ class Router:
     async def metrics(self, _request: Request) -> Response:
         series = [series for version in self._versions.values() for series in version.series()]
         routers = [series for version in self._versions.values() for series in version.router_series()]
-        return Response(render(series, routers), media_type=CONTENT_TYPE_LATEST)
+        scaling = [series for version in self._versions.values() for series in version.scaling_series()]
+        return Response(render(series, routers, scaling), media_type=CONTENT_TYPE_LATEST)
 
     async def _body(self, request: Request) -> dict[str, Any]:
         return openai.parse_json(await http.read_body(request, self._config.max_body_bytes))

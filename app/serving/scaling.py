@@ -163,7 +163,7 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
     if pool.num_running == 0 or current == 0 or not fresh:
         state = replace(state, up=None, down=None, spare=None, backlog_since_s=None)
         wanted, why = _without_figures(pool, current, values)
-        wanted, why = _placeable(wanted, why, pool, state, config, now)
+        wanted, why = _placeable(wanted, why, pool, state, config, now, values)
         return _Assessment(_claim(pool, config, state, now, wanted, wanted, wanted), state, values, why)
 
     load = measure(fresh, pool.demand or Demand(), config)
@@ -191,7 +191,7 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
         why += (f"no scaling down: {pool.num_running - len(fresh)} replicas have no fresh figures",)
 
     wanted, settled = _settled(state, current, config, now)
-    wanted, why = _placeable(wanted, why + settled, pool, state, config, now)
+    wanted, why = _placeable(wanted, why + settled, pool, state, config, now, values)
     can_spare = state.spare is not None and now - state.spare.since_s >= config.up_window_s
     spare_to = min(wanted, state.spare.replicas) if state.spare is not None and can_spare else wanted
     return _Assessment(_claim(pool, config, state, now, wanted, need, spare_to), state, values, why)
@@ -271,11 +271,17 @@ def _without_figures(pool: PoolSignals, current: int, values: dict[str, float]) 
 
 
 def _placeable(
-    wanted: int, why: tuple[str, ...], pool: PoolSignals, state: PoolState, config: PoolScaling, now: float
+    wanted: int,
+    why: tuple[str, ...],
+    pool: PoolSignals,
+    state: PoolState,
+    config: PoolScaling,
+    now: float,
+    values: dict[str, float],
 ) -> tuple[int, tuple[str, ...]]:
     if now >= state.blocked_until_s:
         return wanted, why
-    wait_s = state.blocked_until_s - now
+    values["next_try_s"] = wait_s = state.blocked_until_s - now
     reason = f"no node placed more than {pool.num_running} in {config.start_timeout_s:g} s; next try in {wait_s:.0f} s"
     return min(wanted, max(pool.num_running, config.min_replicas)), (*why, reason)
 

@@ -12,7 +12,7 @@ from ray import serve
 
 from app.config import RouterSettings, VersionConfig
 from app.serving.dispatch import Dispatcher, Items, PromptRun
-from app.serving.metrics import ReplicaSeries, RouterSeries
+from app.serving.metrics import ReplicaSeries, RouterSeries, ScalingSeries
 from app.serving.monitor import STALE_AFTER_S, RouterReport, VersionSnapshot
 from app.serving.pool_client import PoolClient
 from app.serving.routing import POOLS, OutputEstimates, PoolLimits, PoolLoad, PoolName
@@ -41,8 +41,9 @@ class Version:
 
     @property
     def ready_pools(self) -> set[PoolName]:
-        """Pools with a replica, as the monitor last said: an unreachable monitor does not make them unready."""
-        return {report.pool for _, report in self._snapshot.replicas}
+        """Pools with a replica or at zero, as the monitor last said: an unreachable one does not make them unready."""
+        asleep = {pool for pool, dispatcher in self._pools.items() if pool in self.limits and dispatcher.gate.is_asleep}
+        return asleep | {report.pool for _, report in self._snapshot.replicas}
 
     def series(self) -> list[ReplicaSeries]:
         """Every replica's snapshot for /metrics, stale ones left out."""
@@ -63,6 +64,13 @@ class Version:
             for pool, traffic in router.pools.items()
         ]
 
+    def scaling_series(self) -> list[ScalingSeries]:
+        """What the scaling policy last decided for each pool that scales, for /metrics."""
+        if time.monotonic() - self._snapshot_s >= STALE_AFTER_S:
+            return []
+        decisions = self._snapshot.decisions.items()
+        return [ScalingSeries((self.model, self.app, pool), decision) for pool, decision in decisions]
+
     async def poll_forever(self) -> None:
         """Keep the snapshot fresh. An unreachable monitor leaves the old one: no data is not zero."""
         while True:
@@ -72,7 +80,8 @@ class Version:
                 self._snapshot_s = time.monotonic()
                 self.limits.update(self._snapshot.limits)
                 for pool, dispatcher in self._pools.items():
-                    dispatcher.update([held for held in self._snapshot.replicas if held[1].pool == pool])
+                    reports = [held for held in self._snapshot.replicas if held[1].pool == pool]
+                    dispatcher.update(reports, self._snapshot.decisions.get(pool), self._snapshot.starts.get(pool))
             except Exception as error:  # not deployed yet, restarting, or its node is gone
                 logger.debug("no snapshot of %s: %s", self.app, type(error).__name__)
             is_waited_for = not self.limits or any(one.traffic.router_requests_held for one in self._pools.values())

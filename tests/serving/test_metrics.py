@@ -10,7 +10,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.protocol import EngineStats, Histogram
 from app.serving import monitor as monitor_module
-from app.serving.metrics import METRICS, PREFIX, ROUTER_METRICS, ReplicaSeries, RouterSeries, render
+from app.serving.board import PoolDecision
+from app.serving.metrics import (
+    METRICS,
+    PREFIX,
+    ROUTER_METRICS,
+    SCALING_METRICS,
+    ReplicaSeries,
+    RouterSeries,
+    ScalingSeries,
+    render,
+)
 from app.serving.monitor import Monitor, PoolTraffic, ReplicaReport, RouterReport
 from app.serving.routing import PoolLimits
 
@@ -60,7 +70,7 @@ def test_replicas_keep_their_own_series() -> None:
 
 def test_no_replica_still_declares_every_metric() -> None:
     text = render([]).decode()
-    for spec in (*METRICS, *ROUTER_METRICS):
+    for spec in (*METRICS, *ROUTER_METRICS, *SCALING_METRICS):
         assert f"# TYPE {PREFIX}{spec.name}" in text
 
 
@@ -77,6 +87,17 @@ def test_a_routers_traffic() -> None:
     labels = '{app="pools",model="m",pool="long",router="x"}'
     assert f"{PREFIX}router_requests_held{labels} 3.0" in text
     assert f"{PREFIX}router_retries_total{labels} 2.0" in text
+
+
+def test_decisions_of_the_scaling_policy() -> None:
+    reasons = ("queue at 1.5 x the target; the load needs 3", "over the budget of 2")
+    decision = PoolDecision(1, 1, wanted=3, granted=2, reasons=reasons, values={"waiting_seqs": 12.0})
+    text = render([], scaling=[ScalingSeries(("m", "pools", "short"), decision)]).decode()
+    for kind, value in (("running", 1), ("target", 1), ("wanted", 3), ("granted", 2)):
+        assert f'{PREFIX}scaling_replicas{{app="pools",kind="{kind}",model="m",pool="short"}} {value}.0' in text
+    assert f'{PREFIX}scaling_signal{{app="pools",model="m",pool="short",signal="waiting_seqs"}} 12.0' in text
+    for reason in ("queue at N x the target; the load needs N", "over the budget of N"):
+        assert f'{PREFIX}scaling_reason{{app="pools",model="m",pool="short",reason="{reason}"}} 1.0' in text
 
 
 def report(replica_id: str) -> ReplicaReport:

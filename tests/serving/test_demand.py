@@ -1,0 +1,70 @@
+"""When a router holds requests back from a pool, and when it says at once that holding cannot help."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.errors import UnavailableError
+from app.serving.board import PoolDecision
+from app.serving.demand import UNPLACED_RETRY_S, ZeroGate
+from app.serving.scaling_view import PoolStart
+
+RUNNING = PoolDecision(running=1, target=1, wanted=1, granted=1)
+CLOSING = PoolDecision(running=1, target=0, wanted=0, granted=0)
+ASLEEP = PoolDecision(running=0, target=0, wanted=0, granted=0)
+STARTING = PoolDecision(running=0, target=1, wanted=1, granted=1)
+START = PoolStart(cold_start_s=8.0, waited_s=0.0, timeout_s=600.0)
+
+
+def gate(decision: PoolDecision | None, start: PoolStart | None = START) -> ZeroGate:
+    gate = ZeroGate("long")
+    gate.update(decision, start, 100.0)
+    return gate
+
+
+@pytest.mark.parametrize(
+    ("decision", "is_open", "is_asleep"),
+    [
+        (None, True, False),  # does not scale, or nobody could say
+        (RUNNING, True, False),
+        (CLOSING, False, True),
+        (ASLEEP, False, True),
+        (STARTING, False, False),
+    ],
+)
+def test_it_is_open_while_a_replica_stays(decision: PoolDecision | None, is_open: bool, is_asleep: bool) -> None:
+    assert (gate(decision).is_open, gate(decision).is_asleep) == (is_open, is_asleep)
+
+
+def test_who_has_time_waits() -> None:
+    for deadline_s in (None, 109.0):
+        gate(ASLEEP).check(deadline_s, 100.0)
+    gate(RUNNING).check(100.1, 100.0)
+    assert not gate(ASLEEP).is_wanted(100.0)
+
+
+def test_a_deadline_before_the_start_ends_is_refused_and_starts_a_replica_all_the_same() -> None:
+    zero = gate(ASLEEP)
+    with pytest.raises(UnavailableError, match="about 8 s") as caught:
+        zero.check(103.0, 100.0)
+    assert caught.value.retry_after_s == pytest.approx(8.0)
+    assert zero.is_wanted(100.0) and zero.is_wanted(115.0) and not zero.is_wanted(117.0)
+    zero.update(RUNNING, START, 101.0)
+    assert not zero.is_wanted(101.0)
+
+
+def test_the_time_a_start_has_taken_so_far_counts() -> None:
+    gate(STARTING, PoolStart(8.0, waited_s=6.0, timeout_s=600.0)).check(103.0, 100.0)
+    with pytest.raises(UnavailableError, match="about 2 s"):
+        gate(STARTING, PoolStart(8.0, waited_s=5.0, timeout_s=600.0)).check(102.0, 101.0)
+
+
+def test_before_the_first_start_nobody_is_refused() -> None:
+    gate(ASLEEP, None).check(100.1, 100.0)
+
+
+def test_a_replica_without_room_is_not_waited_for() -> None:
+    blocked = PoolDecision(0, 0, wanted=0, granted=0, values={"next_try_s": 240.0})
+    with pytest.raises(UnavailableError, match="no node has room") as caught:
+        gate(blocked).check(None, 100.0)
+    assert caught.value.retry_after_s == UNPLACED_RETRY_S

@@ -1,0 +1,100 @@
+"""What the monitor tells the scaling policy, and what it keeps of the policy's decisions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.config import PoolScalingSettings, ScalingSettings
+from app.serving.board import PoolDecision
+from app.serving.scaling_view import STALE_AFTER_S, RouterDemand, ScalingView
+
+SETTINGS = ScalingSettings(
+    short=PoolScalingSettings(max_replicas=3), long=PoolScalingSettings(min_replicas=0), budget=4
+)
+ASLEEP = PoolDecision(running=0, target=0, wanted=0, granted=0)
+RUNNING = PoolDecision(running=1, target=1, wanted=1, granted=1)
+
+
+def view() -> ScalingView:
+    view = ScalingView()
+    view.configure(SETTINGS)
+    return view
+
+
+def held(seqs: int, rejected: int = 0) -> dict[str, Any]:
+    return {"router-1": {"long": RouterDemand(seqs, rejected)}}
+
+
+def test_settings_reach_the_policy() -> None:
+    stats = view().stats(0.0)
+    assert stats["scaling//budget"] == 4
+    assert stats["scaling/short/max_replicas"] == 3
+    assert stats["scaling/long/min_replicas"] == 0
+    assert not ScalingView().is_active and view().is_active
+
+
+def test_a_pool_nobody_has_heard_of_is_wanted_once() -> None:
+    one = view()
+    assert one.stats(0.0)["demand/long/waiting_seqs"] == 1
+    one.hear_replica("long", 5.0, 1.0)
+    assert one.stats(2.0)["demand/long/waiting_seqs"] == 0
+
+
+def test_what_all_routers_hold_is_the_demand() -> None:
+    one = view()
+    one.hear_replica("long", 5.0, 1.0)
+    one.hear_routers({**held(2), "router-2": {"long": RouterDemand(3, 0), "short": RouterDemand(0, 0)}}, 2.0)
+    assert one.stats(2.0)["demand/long/waiting_seqs"] == 5
+    one.hear_routers(held(0), 3.0)
+    assert one.stats(3.0)["demand/long/waiting_seqs"] == 0
+
+
+def test_the_rate_of_refused_tokens_follows_the_counters() -> None:
+    one = view()
+    one.hear_replica("long", 5.0, 0.0)
+    one.hear_routers(held(0, 1_000_000), 0.0)  # long ago
+    one.stats(0.0)
+    for second in range(1, 61):
+        one.hear_routers(held(0, 1_000_000 + 100 * second), float(second))
+        rate = one.stats(float(second))["demand/long/rejected_tokens_per_s"]
+    assert rate == pytest.approx(100, rel=0.05)
+    for second in range(61, 300):
+        one.hear_routers(held(0, 1_006_000), float(second))
+        rate = one.stats(float(second))["demand/long/rejected_tokens_per_s"]
+    assert rate == 0
+
+
+def test_a_cold_start_is_measured_from_the_first_that_waits() -> None:
+    one = view()
+    one.hear_replica("long", 3.0, 1.0)
+    assert one.starts(1.0)["long"].cold_start_s == 3.0  # until a wait was measured
+    one.take((1.0, {"long": ASLEEP}), 10.0)
+    one.hear_routers(held(1), 20.0)
+    one.hear_routers(held(4), 22.0)
+    start = one.starts(24.0)["long"]
+    assert (start.cold_start_s, start.waited_s) == (3.0, 4.0)
+    one.take((2.0, {"long": RUNNING}), 27.5)
+    start = one.starts(30.0)["long"]
+    assert (start.cold_start_s, start.waited_s) == (7.5, 0.0)
+
+
+def test_a_pool_that_only_closed_has_no_start_to_measure() -> None:
+    one = view()
+    one.hear_replica("long", 3.0, 1.0)
+    one.take((1.0, {"long": PoolDecision(running=1, target=0, wanted=0, granted=0)}), 10.0)
+    one.hear_routers(held(1), 11.0)
+    one.hear_replica("long", 3.0, 12.0)
+    assert one.starts(12.0)["long"].cold_start_s == 3.0
+
+
+def test_decisions_nobody_renews_are_forgotten() -> None:
+    one = view()
+    one.take((1.0, {"long": RUNNING, "other": RUNNING}), 10.0)
+    assert one.decisions(12.0) == {"long": RUNNING}
+    one.take((1.0, {"long": RUNNING}), 15.0)
+    one.take(None, 15.0)
+    assert one.decisions(10.0 + STALE_AFTER_S) == {}
+    one.take((2.0, {"long": ASLEEP}), 30.0)
+    assert one.decisions(31.0) == {"long": ASLEEP}
