@@ -85,3 +85,16 @@ def scale_of(largest):
     exponent = tl.maximum(exponent, 1)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_e4m3(x, dtype: tl.constexpr):
+    """fp32 of at most 448 to the nearest e4m3, ties to even.
+
+    The sum with 1.5 * 2^23 steps of the format leaves whole steps; the conversion after it has nothing to round.
+    Triton's interpreter would drop a carry into the exponent there.
+    """
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    step = (tl.maximum(exponent, 127 - 6) - 3 + 23) << 23
+    anchor = step.to(tl.float32, bitcast=True) * 1.5
+    return ((x + anchor) - anchor).to(dtype)

@@ -16,7 +16,7 @@ from kernels.checks import (
     use_triton,
 )
 from kernels.dependent_launch import dependent_launch, wait_for_previous
-from kernels.fp8_entry import Fp8Entry, scale_of
+from kernels.fp8_entry import Fp8Entry, round_to_e4m3, scale_of
 
 
 def rotate_reference(x: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _mla_rope_cache_kernel(
             if FP8:
                 entry_scale, inverse = scale_of(tl.max(tl.abs(latent), axis=0))
                 tl.store(scale_ptr + slot * scale_stride, entry_scale)
-                latent = latent * inverse
+                latent = round_to_e4m3(latent * inverse, latent_ptr.dtype.element_ty)
             entry = latent_ptr + slot * latent_stride
             tl.store(entry + columns, latent.to(latent_ptr.dtype.element_ty), mask=mask)
             _rotate_row(kv_row + R, rope_ptr + slot * rope_stride, cos_ptr, sin_ptr, P // 2, BLOCK_HALF, INTERLEAVED)

@@ -44,6 +44,7 @@ ENGINE_METHODS = {
 }
 KERNELS = {
     "blocks": {"gather_blocks", "copy_blocks"},
+    "fp8_experts": {"fp8_experts"},
     "expert_placement": {"place_experts"},
     "expert_routing": {"route_experts"},
     "fused_experts": {"fused_experts"},
