@@ -1,0 +1,247 @@
+"""Ranks of a sharded pool killed, frozen and made to fail under load: how soon it answers again, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import ray
+from ray.util import list_named_actors
+from ray.util.placement_group import placement_group_table
+
+from app.bench.client import Client, PromptMaker, RequestRecord
+from app.bench.traffic import PlannedRequest
+from app.errors import UnavailableError
+
+APP, POOL = "pools", "short"
+STREAMS = 3  # that have begun when the fault comes
+LATE = 2  # whose prompts are still computed
+STREAM = PlannedRequest(0.0, 32, 1900)
+LATE_REQUEST = PlannedRequest(0.0, 1900, 16)
+PROBE = PlannedRequest(0.0, 8, 1)
+PROBE_PERIOD_S = 0.25
+START_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 120.0
+CLEAN_TIMEOUT_S = 60.0  # after the first answer: a frozen rank 0 has its grace period
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    name: str
+    rank: int
+    strike: Callable[[PoolRanks, int], None]
+    limit_s: float  # to the first answer
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRun:
+    """Seconds since the fault."""
+
+    fault: str
+    answering_s: float | None  # None: not in time
+    clean_s: float | None  # until the old processes and their placement group were gone
+    limit_s: float
+    streams: Mapping[str, int]  # how those that had begun ended: an error event, or (frozen late) done
+    late: Mapping[str, int]  # how those without a token ended
+
+    @property
+    def is_passed(self) -> bool:
+        ended_well = all(name == "done" or name.startswith("stream_error") for name in self.streams)
+        in_time = self.answering_s is not None and self.answering_s <= self.limit_s
+        return in_time and self.clean_s is not None and ended_well and set(self.late) <= {"done"}
+
+
+class PoolRanks:
+    """The processes of the pool, by rank, as the cluster's named actors tell. The pool has one replica."""
+
+    def __init__(self) -> None:
+        names = _names()
+        (self.replica,) = (name for name in names if name.startswith(f"SERVE_REPLICA::{APP}#{POOL}#"))
+        ranks = sorted(name for name in names if name.startswith(f"{APP}:{POOL}:"))
+        self.actors = [ray.get_actor(name, "serve") for name in (self.replica, *ranks)]
+        pids: list[int] = ray.get([actor.__ray_call__.remote(_pid) for actor in self.actors], timeout=30.0)
+        self.processes = [psutil.Process(pid) for pid in pids]
+
+    def is_replaced(self) -> bool:
+        """Whether all of these processes are gone and another replica is complete."""
+        if any(_is_alive(process) for process in self.processes):
+            return False
+        names = _names()
+        replicas = [name for name in names if name.startswith(f"SERVE_REPLICA::{APP}#{POOL}#")]
+        ranks = [name for name in names if name.startswith(f"{APP}:{POOL}:")]
+        return self.replica not in replicas and len(replicas) == 1 and len(ranks) == len(self.actors) - 1
+
+
+def _names() -> list[str]:
+    return [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == "serve"]
+
+
+def _pid(_actor: object) -> int:
+    return os.getpid()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def num_groups() -> int:
+    return sum(group["state"] != "REMOVED" for group in placement_group_table().values())
+
+
+# ---- faults ----
+
+
+def _kill(ranks: PoolRanks, rank: int) -> None:
+    ranks.processes[rank].send_signal(signal.SIGKILL)
+
+
+def _freeze(ranks: PoolRanks, rank: int) -> None:
+    ranks.processes[rank].send_signal(signal.SIGSTOP)
+
+
+def _raise_in_rank(ranks: PoolRanks, rank: int) -> None:
+    ray.get(ranks.actors[rank].__ray_call__.remote(raise_in_run), timeout=30.0)
+
+
+def raise_in_run(_actor: object) -> None:
+    """In a rank's process: an exception out of nowhere in the thread that follows rank 0."""
+    for thread_id, frame in sys._current_frames().items():
+        names = {caller.f_code.co_name for caller in _callers(frame)}
+        if "run_rank" in names:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(MemoryError))
+
+
+def _callers(frame: Any) -> Iterator[Any]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+FAULTS = (
+    Fault("kill -9 of a rank", 1, _kill, 20.0),
+    Fault("kill -STOP of a rank", 1, _freeze, 25.0),
+    Fault("a rank that raises", 1, _raise_in_rank, 20.0),
+    Fault("kill -9 of rank 0", 0, _kill, 20.0),
+    Fault("kill -STOP of rank 0", 0, _freeze, 40.0),
+)
+
+
+# ---- a round ----
+
+
+async def fault_runs(
+    url: str, address: str, report: Callable[[str], None], faults: Sequence[Fault] = FAULTS
+) -> list[FaultRun]:
+    """Every fault once against the server at `url` whose cluster, on this machine, is at `address`.
+
+    Raises UnavailableError if the cluster cannot be joined or the pool does not take requests.
+    """
+    try:
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        ray.init(address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError) as error:
+        raise UnavailableError(f"no Ray cluster at {address}: {error}") from None
+    try:
+        runs = []
+        async with Client(url, timeout_s=ANSWER_TIMEOUT_S) as client:
+            for fault in faults:
+                runs.append(await _run(fault, client))
+                report(_line(runs[-1]))
+        return runs
+    finally:
+        ray.shutdown()
+
+
+async def _run(fault: Fault, client: Client) -> FaultRun:
+    ranks, groups = await asyncio.to_thread(PoolRanks), num_groups()
+    async with asyncio.TaskGroup() as tasks:
+        streams = [_send(tasks, client, STREAM) for _ in range(STREAMS)]
+        await _until_streaming(streams)
+        late = [_send(tasks, client, LATE_REQUEST) for _ in range(LATE)]
+        await asyncio.sleep(0.2)  # they are at the replica by now
+        began = sum(bool(record.event_times_s) for record in late)
+        await asyncio.to_thread(fault.strike, ranks, fault.rank)
+        struck_s = time.perf_counter()
+        answered_s = await _first_answer(client, ranks, fault)
+        clean_s = await _until_clean(ranks, groups)
+    if began:
+        raise UnavailableError(f"{began} of {LATE} late requests had a token before the fault: the machine is too fast")
+    return FaultRun(
+        fault=fault.name,
+        answering_s=None if answered_s is None else answered_s - struck_s,
+        clean_s=None if clean_s is None else clean_s - struck_s,
+        limit_s=fault.limit_s,
+        streams=Counter(record.error or "done" for record in streams),
+        late=Counter(record.error or "done" for record in late),
+    )
+
+
+def _send(tasks: asyncio.TaskGroup, client: Client, planned: PlannedRequest) -> RequestRecord:
+    record = RequestRecord(planned)
+    tasks.create_task(client.send(_PROMPTS.body(planned), record, time.perf_counter()))
+    return record
+
+
+_PROMPTS = PromptMaker(None, stream=True, seed=0)
+
+
+async def _until_streaming(records: list[RequestRecord]) -> None:
+    deadline_s = time.perf_counter() + START_TIMEOUT_S
+    while not all(record.event_times_s for record in records):
+        if failed := next((record.error for record in records if record.error), None):
+            raise UnavailableError(f"a stream failed before the fault: {failed}")
+        if time.perf_counter() > deadline_s:
+            raise UnavailableError(f"the streams did not start in {START_TIMEOUT_S:g} s")
+        await asyncio.sleep(_POLL_S)
+
+
+async def _first_answer(client: Client, ranks: PoolRanks, fault: Fault) -> float | None:
+    """When a request was answered that was sent after the fault had taken effect; None if none was in time."""
+    deadline_s = time.perf_counter() + ANSWER_TIMEOUT_S
+    is_frozen = fault.strike is _freeze  # at once: whoever answers then is another replica
+    probes: dict[asyncio.Task[None], RequestRecord] = {}
+    try:
+        while time.perf_counter() < deadline_s:
+            if is_frozen or not _is_alive(ranks.processes[fault.rank]):
+                record = RequestRecord(PROBE)
+                probes[asyncio.create_task(client.send(_PROMPTS.body(PROBE), record, 0.0))] = record
+            await asyncio.sleep(PROBE_PERIOD_S)
+            answered = [record.ended_s for task, record in probes.items() if task.done() and record.event_times_s]
+            if answered:
+                return min(answered)
+        return None
+    finally:
+        for task in probes:
+            task.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
+
+
+async def _until_clean(ranks: PoolRanks, groups: int) -> float | None:
+    """When nothing of the old replica was left, and no placement group beyond those there were."""
+    deadline_s = time.perf_counter() + CLEAN_TIMEOUT_S
+    while time.perf_counter() < deadline_s:
+        if await asyncio.to_thread(ranks.is_replaced) and num_groups() == groups:
+            return time.perf_counter()
+        await asyncio.sleep(PROBE_PERIOD_S)
+    return None
+
+
+def _line(run: FaultRun) -> str:
+    answering = "no answer" if run.answering_s is None else f"answers after {run.answering_s:.1f} s"
+    clean = "NOT clean" if run.clean_s is None else f"clean after {run.clean_s:.1f} s"
+    ends = f"streams {dict(run.streams)}, late requests {dict(run.late)}"
+    return f"{run.fault}: {answering} (limit {run.limit_s:g}), {clean}; {ends}: {'ok' if run.is_passed else 'FAILED'}"
