@@ -88,6 +88,7 @@ class ParallelConfig(FrozenModel):
     strategy: Literal["STRICT_PACK", "PACK", "SPREAD"] | None = None
     # Ray's node labels a bundle needs: one selector for all bundles, or one for each
     bundle_labels: tuple[dict[str, str], ...] = ()
+    expert_placement: str | None = None  # a file of `longspan bench --expert-load`; None: experts spread evenly
     collective_timeout_s: PositiveFloat = 30.0  # a collective that takes longer counts as a dead rank
 
     @model_validator(mode="after")

@@ -8,8 +8,8 @@ from app.planning.sharding import SHAPES, Accelerator, ShardingCost, best, shard
 
 HEAD = "ranks  tensor x expert  weights GB  cache Mtok  all-reduce MB  all-to-all MB  compute ms  collect. ms  step ms"
 NOTES = """\
-weights per rank; cache: tokens that fit the replica, each expert group keeping its own sequences; MB sent per rank and
-step; the step is the sum of compute and collectives; * is the fastest that holds the batch"""
+weights and cache per rank, where each rank has the whole cache; MB sent per rank and step; the step is the sum of
+compute and collectives, none hidden; * is the fastest that holds the batch"""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

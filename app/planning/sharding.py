@@ -1,8 +1,8 @@
 """What a sharding of a large model costs: bytes per rank, bytes exchanged, time of a decoding step. Arithmetic only.
 
-`tensor` ranks split heads, MLPs and vocabulary; `expert` groups of such ranks split the sequences of a step and the
-routed experts. A step's time is the sum of its parts, each at the higher of its two floors (memory, arithmetic), and
-of its collectives, none of them hidden: a bound from above where a collective runs beside the experts.
+`tensor` ranks split heads, MLPs and vocabulary; `expert` groups of such ranks split a step's rows and the routed
+experts; every rank has the whole cache. A step's time is the sum of its parts, each at the higher of its two floors
+(memory, arithmetic), and of its collectives, though some run beside the shared experts and the projections.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class ModelShape:
     weight_bytes: float  # per parameter
     expert_weight_bytes: float
     kv_bytes_per_token: float
+    entry_bytes: float  # what a token adds to a layer before any compression: sent to the other expert groups
     # a decoding sequence reads and computes per step:
     read_bytes_per_token: float  # of the cache, per token of context
     read_bytes: float  # whatever the context: windows, chosen entries
@@ -51,7 +52,7 @@ def _deepseek_v3() -> ModelShape:
         mlp_params=3 * 3 * hidden * 18432 + moe_layers * expert + 2 * 129280 * hidden,
         num_moe_layers=moe_layers, num_experts=256, top_k=8, expert_params=expert,
         weight_bytes=1.0, expert_weight_bytes=1.0,
-        kv_bytes_per_token=layers * (rank + rope) * 2,
+        kv_bytes_per_token=layers * (rank + rope) * 2, entry_bytes=(rank + rope) * 2,
         read_bytes_per_token=layers * (rank + rope) * 2, read_bytes=0.0,
         head_flops_per_token=layers * 2.0 * (2 * rank + rope), head_flops=0.0, shared_flops_per_token=0.0,
     )  # fmt: skip
@@ -76,6 +77,7 @@ def _deepseek_v4(
         num_moe_layers=layers, num_experts=experts, top_k=6, expert_params=expert,
         weight_bytes=1.0, expert_weight_bytes=0.5 + 1 / 32,  # a scale per 32 values
         kv_bytes_per_token=csa * (key_bytes + index_bytes) / 4 + hca * key_bytes / 128,
+        entry_bytes=key_bytes + (csa * 4 * (key_bytes + index_bytes) + hca * 2 * key_bytes) / layers,
         read_bytes_per_token=csa * index_bytes / 4 + hca * key_bytes / 128, read_bytes=fixed_keys * key_bytes,
         head_flops_per_token=hca * 4.0 * dim / 128, head_flops=fixed_keys * 4.0 * dim,
         shared_flops_per_token=csa * 2.0 * index_heads * index_dim / 4,
@@ -124,9 +126,9 @@ class ShardingCost:
     tensor: int
     expert: int
     weight_bytes: float
-    cache_tokens: float  # that fit the whole replica beside the weights; 0 if the weights alone do not fit
+    cache_tokens: float  # that fit beside the weights; 0 if the weights alone do not fit
     all_reduce_bytes: float  # sent
-    all_to_all_bytes: float  # sent
+    all_to_all_bytes: float  # sent: rows to the experts and back, and new cache entries
     compute_s: float
     collective_s: float
 
@@ -157,10 +159,9 @@ def sharding_cost(
     crosses = tensor * expert > device.per_node
     reduced = 2 * shape.num_layers * seqs * shape.hidden_size * ACTIVATION_BYTES
     all_reduce_bytes = reduced * 2 * (tensor - 1) / tensor
-    # A token goes once to each other group that holds one of its experts, and its result comes back.
-    groups = (expert - 1) * (1 - (1 - 1 / expert) ** shape.top_k)
-    sent = seqs * groups * shape.hidden_size * ACTIVATION_BYTES
-    all_to_all_bytes = 2 * shape.num_moe_layers * sent
+    # In graphs sizes are fixed: every row goes to every other group, and a result comes back.
+    to_experts = 2 * shape.num_moe_layers * shape.hidden_size * ACTIVATION_BYTES
+    all_to_all_bytes = seqs * (expert - 1) * (to_experts + shape.num_layers * shape.entry_bytes)
     collective_s = 0.0
     if tensor > 1:
         collective_s += all_reduce_bytes / device.node_bytes_per_s + 2 * shape.num_layers * device.all_reduce_s
@@ -168,9 +169,10 @@ def sharding_cost(
         link = device.network_bytes_per_s if crosses else device.node_bytes_per_s
         away = (1 - device.per_node / (tensor * expert)) if crosses else 1.0  # the slower part of the traffic
         start_s = device.all_to_all_s + (device.network_s if crosses else 0.0)
-        collective_s += all_to_all_bytes * away / link + 2 * shape.num_moe_layers * start_s
+        num_exchanges = 2 * shape.num_moe_layers + shape.num_layers
+        collective_s += all_to_all_bytes * away / link + num_exchanges * start_s
     return ShardingCost(
-        tensor, expert, weights, max(0.0, free / shape.kv_bytes_per_token * expert),
+        tensor, expert, weights, max(0.0, free / shape.kv_bytes_per_token),
         all_reduce_bytes, all_to_all_bytes, _compute_s(shape, tensor, expert, batch, context, device), collective_s,
     )  # fmt: skip
 

@@ -249,6 +249,7 @@ def rank_places(parallel: ParallelConfig, init_method: str) -> list[RankPlace]:
             expert=parallel.expert,
             init_method=init_method,
             timeout_s=parallel.collective_timeout_s,
+            expert_placement=parallel.expert_placement,
         )
         for rank in range(parallel.num_ranks)
     ]

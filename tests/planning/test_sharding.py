@@ -52,8 +52,9 @@ def test_one_rank_exchanges_nothing_and_more_ranks_compute_less() -> None:
     assert tensor.all_to_all_bytes == expert.all_reduce_bytes == 0.0
     # Ring: each rank sends half of the sum's size twice; two sums a layer of [32, hidden] in bf16.
     assert tensor.all_reduce_bytes == 2 * shape.num_layers * 32 * shape.hidden_size * 2
-    # Half of the sequences are here; all but 1 in 2^6 need an expert of the other group; there and back.
-    assert expert.all_to_all_bytes == 2 * shape.num_moe_layers * 16 * (63 / 64) * shape.hidden_size * 2
+    # Half of the rows are here: to the other group's experts and back, and their cache entries, in bf16.
+    rows = 2 * shape.num_moe_layers * 16 * shape.hidden_size * 2
+    assert expert.all_to_all_bytes == rows + shape.num_layers * 16 * shape.entry_bytes
     assert alone.compute_s > max(tensor.compute_s, expert.compute_s) > alone.compute_s / 2
 
 
