@@ -20,7 +20,7 @@ from app.engine.batch import Batch
 from app.engine.runner import Runner
 from app.engine.sampler import PendingSample, Sampler
 from app.engine.scheduler import Scheduler
-from app.errors import DeadlineExceededError, EngineError, UnavailableError
+from app.errors import DeadlineExceededError, EngineError, RankLostError, UnavailableError
 from app.protocol import EngineStats, FinishReason, GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,9 @@ class Engine:
             batch = self._scheduler.schedule()
             if batch is None:
                 self._changed.wait(IDLE_WAIT_S)  # nothing fits right now; an abort or a deadline will change that
-                return None
+        if batch is None:
+            self._runner.keep_alive()
+            return None
         return self._launch(batch)
 
     def _launch_ahead(self, launched: _Launched) -> _Launched | None:
@@ -115,10 +117,16 @@ class Engine:
 
     def _run(self) -> None:
         failures = 0
-        while self._await_work():
+        while True:
             try:
+                if not self._await_work():
+                    return
                 self._deliver(self.step())
                 failures = 0
+            except RankLostError as error:  # no step will ever succeed again
+                logger.error("the engine ends: %s", error.message)
+                self.fail(error.message)
+                return
             except Exception as error:
                 self._launched = None
                 failures += 1
@@ -136,9 +144,12 @@ class Engine:
         while True:
             with self._changed:
                 if is_prepared:
-                    self._changed.wait_for(lambda: self._scheduler.has_work or self._stopping)
+                    self._changed.wait_for(
+                        lambda: self._scheduler.has_work or self._stopping, self._runner.beat_period_s
+                    )
                 if self._scheduler.has_work or self._stopping:
                     return not self._stopping
+            self._runner.keep_alive()
             is_prepared = not self._runner.capture_next()
 
     def _fail(self, request_ids: Iterable[str], message: str) -> None:
@@ -196,6 +207,7 @@ class Engine:
         if self._thread:
             self._thread.join()
         self._fail(self._scheduler.request_ids, "the engine was stopped")
+        self._runner.stop()
 
     def fail(self, message: str) -> None:
         """Declare the engine dead, from any thread and even while a step hangs; streams end with UnavailableError."""

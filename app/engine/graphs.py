@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from app.engine.plan import StepPlan
+from app.engine.plan import StepPlan, put_sampled
 from app.engine.step_buffers import StepBuffers, StepShape, context_products, first_holding
 from app.model.inputs import ModelInput
 from app.model.transformer import Transformer
@@ -73,8 +73,9 @@ class StepGraphs:
         if shape is None:
             return None
         self._buffers.fill(plan, shape)
-        if previous_token_ids is not None:
-            self._buffers.put_token_ids(previous_token_ids, len(plan.token_ids))
+        if plan.is_ahead:
+            token_ids = self._buffers.token_ids(len(plan.token_ids))
+            put_sampled(token_ids, previous_token_ids, self._model.ranks.world)
         entry = self._graphs[shape]
         entry.graph.replay()
         return entry.logits[: len(plan.num_new_tokens)]
@@ -87,11 +88,15 @@ class StepGraphs:
 
     def capture_next(self) -> bool:
         """Capture one more graph, the most missed one first; False if none is left to be captured."""
-        missing = [shape for shape in self._decodes + self._prompts if shape not in self._graphs]
-        if not missing or not self._can_capture:
+        if not self.can_capture_more:
             return False
+        missing = [shape for shape in self._decodes + self._prompts if shape not in self._graphs]
         self._capture(max(missing, key=lambda shape: self._misses[shape]))
         return True
+
+    @property
+    def can_capture_more(self) -> bool:
+        return self._can_capture and len(self._graphs) < len(self._decodes + self._prompts)
 
     def _choose(self, plan: StepPlan) -> StepShape | None:
         is_decode = len(plan.token_ids) == len(plan.num_new_tokens)

@@ -19,7 +19,8 @@ from app.engine.scheduler import Limits, Scheduler
 from app.errors import CheckpointError, ConfigError, PreflightError
 from app.model.checkpoint import checkpoint_digest
 from app.model.config import ModelConfig
-from app.model.parallel import RankPlace
+from app.model.parallel import RankPlace, Ranks
+from app.model.sharding import Shard
 from app.model.transformer import Transformer
 from app.model.weights import load_weights
 from app.protocol import GenerateRequest, SamplingParams
@@ -38,6 +39,21 @@ def load_engine(source: ModelSource, config: EngineConfig, place: RankPlace | No
     Raises CheckpointError, ConfigError (a limit the model cannot meet) or PreflightError (no such device, no memory).
     """
     start = time.monotonic()
+    version = checkpoint_digest(source.folder, expected=source.digest)
+    model = load_model(source, config, place)
+    device, dtype = model.device, model.dtype
+    engine = build_engine(model, model.config, config, device=device, dtype=dtype, version=version)
+    engine.warm_up()
+    self_test(engine, must_be_invariant=is_batch_invariant(config, device, dtype))
+    logger.info(
+        "engine ready in %.1f s: %s, %s on %s, %d cache blocks",
+        time.monotonic() - start, source.name, str(dtype).removeprefix("torch."), device, engine.stats().num_blocks,
+    )  # fmt: skip
+    return engine
+
+
+def load_model(source: ModelSource, config: EngineConfig, place: RankPlace | None = None) -> Transformer:
+    """The model, or the part of it that the rank at `place` holds, which joins the others first. Raises as above."""
     device = _device(config)
     dtype = _dtype(config, device)
     if device.type == "cuda" and config.kernel_backend == "torch":
@@ -46,20 +62,17 @@ def load_engine(source: ModelSource, config: EngineConfig, place: RankPlace | No
         torch.set_num_threads(config.num_threads)
     prepare_kernels(config)
     model_config = ModelConfig.from_folder(source.folder)
-    version = checkpoint_digest(source.folder, expected=source.digest)
-    invariant = is_batch_invariant(config, device, dtype)
-    weights = load_weights(source.folder, model_config, device=device, dtype=dtype)
-    model = Transformer(
-        model_config, weights, device=device, dtype=dtype, absorbed_prefill=invariant, backend=config.kernel_backend
+    shard, ranks = Shard(), Ranks.alone()
+    if place is not None:
+        shard = Shard.of(model_config, place.rank, place.tensor, place.expert, place.expert_placement)
+        ranks = Ranks.join(place, device)
+    weights = load_weights(
+        source.folder, model_config, device=device, dtype=dtype, backend=config.kernel_backend, shard=shard
     )
-    engine = build_engine(model, model_config, config, device=device, dtype=dtype, version=version)
-    engine.warm_up()
-    self_test(engine, must_be_invariant=invariant)
-    logger.info(
-        "engine ready in %.1f s: %s, %s on %s, %d cache blocks",
-        time.monotonic() - start, source.name, str(dtype).removeprefix("torch."), device, engine.stats().num_blocks,
+    return Transformer(
+        model_config, weights, device=device, dtype=dtype, backend=config.kernel_backend, ranks=ranks,
+        absorbed_prefill=is_batch_invariant(config, device, dtype),
     )  # fmt: skip
-    return engine
 
 
 def prepare_kernels(config: EngineConfig) -> None:
@@ -90,10 +103,19 @@ def build_engine(
     version: str,
 ) -> Engine:
     """An engine around a model in memory."""
-    layout = _cache_layout(config, model_config, device, dtype)
-    num_blocks = _num_blocks(config, layout, device)
+    runner, layout = build_runner(model, config)
     limits = _limits(config, model_config, device)
-    scheduler = Scheduler(limits, layout, num_blocks, version)
+    scheduler = Scheduler(limits, layout, runner.num_blocks, version)
+    sampler = Sampler(frozenset(model_config.eos_token_ids), config.kernel_backend, timeout_s=model.ranks.timeout_s)
+    return Engine(scheduler, runner, sampler, version=version)
+
+
+def build_runner(model: Transformer, config: EngineConfig) -> tuple[Runner, CacheLayout]:
+    """What runs steps on this rank; every rank makes one, with as many cache blocks as each of them has room for."""
+    device, ranks = model.device, model.ranks
+    layout = _cache_layout(config, model.config, device, model.dtype)
+    num_blocks = ranks.loading.smallest(_num_blocks(config, layout, device))
+    limits = _limits(config, model.config, device)
     cache = layout.allocate(num_blocks, device)
     graphs = None
     if device.type == "cuda":
@@ -102,8 +124,15 @@ def build_engine(
             max_batched_tokens=limits.max_batched_tokens,
         )  # fmt: skip
     runner = Runner(model, cache, graphs)
-    sampler = Sampler(frozenset(model_config.eos_token_ids), config.kernel_backend)
-    return Engine(scheduler, runner, sampler, version=version)
+    if ranks.loading.size > 1:
+        with native.compiling():
+            runner.rehearse()
+        ranks.loading.smallest(0)  # everybody is there
+        logger.info(
+            "%d cache blocks: %.3f GB of latents on each of %d ranks, the same on all",
+            num_blocks, num_blocks * layout.bytes_per_block / 1e9, ranks.loading.size,
+        )  # fmt: skip
+    return runner, layout
 
 
 def is_batch_invariant(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from app.engine.batch import Batch
 from app.model.inputs import ModelInput, SharedRows
+from app.model.parallel import Group
 from kernels.checks import padded_rows
 
 Words = npt.NDArray[np.int32]
@@ -120,18 +121,18 @@ def to_model_input(
         tensor = torch.from_numpy(array)
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
-    logit_rows = logit_rows_of(starts, part * size, (part + 1) * size)
-    shared = None
+    rows, shared = slice(part * size, (part + 1) * size), None
+    logit_rows = logit_rows_of(starts, rows.start, rows.stop)
+    on_device = put(token_ids), put(positions), put(slots)
     if num_parts > 1:
-        shared = SharedRows(put(positions), put(slots))
-        rows = slice(part * size, (part + 1) * size)
-        plan, token_ids, positions = plan.cut(rows.start, rows.stop), token_ids[rows], positions[rows]
-        slots = np.full(size, -1, dtype=np.int64)
+        shared = SharedRows(*on_device)
+        on_device = shared.token_ids[rows], shared.positions[rows], torch.full_like(shared.slots[rows], -1)
+        plan = plan.cut(rows.start, rows.stop)
         starts, _, _ = plan.rows(block_size)
     return ModelInput(
-        token_ids=put(token_ids),
-        positions=put(positions),
-        slots=put(slots),
+        token_ids=on_device[0],
+        positions=on_device[1],
+        slots=on_device[2],
         query_starts=put(starts),
         context_lens=put(plan.context_lens),
         block_tables=put(plan.block_tables),
@@ -141,6 +142,13 @@ def to_model_input(
         host_context_lens=tuple(plan.context_lens.tolist()),
         shared=shared,
     )
+
+
+def put_sampled(token_ids: torch.Tensor, previous_token_ids: torch.Tensor | None, ranks: Group) -> None:
+    """Replace rows of the step before, in place, by what rank 0 sampled there and alone has: `previous_token_ids`."""
+    if previous_token_ids is not None:
+        token_ids.copy_(previous_token_ids.index_select(0, token_ids))
+    ranks.broadcast(token_ids)
 
 
 def logit_rows_of(starts: Words, first: int, end: int) -> npt.NDArray[np.int64]:

@@ -1,35 +1,61 @@
-"""Holds the model and the cache tensors; turns a batch into logits."""
+"""Holds the model and the cache tensors; turns a batch into logits, together with the other ranks if there are any."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import numpy as np
 import torch
 
 from app.engine.batch import Batch
+from app.engine.channel import Channel, Kind
 from app.engine.graphs import StepGraphs
-from app.engine.plan import StepPlan, to_model_input
+from app.engine.plan import StepPlan, put_sampled, to_model_input
+from app.errors import RankLostError
 from app.model.transformer import Transformer
 
 
 class Runner:
+    """Every rank has one. Rank 0's tells the others each thing it does, and they do it too."""
+
     def __init__(self, model: Transformer, cache: torch.Tensor, graphs: StepGraphs | None = None) -> None:
         """cache: [num_layers, num_blocks, block_size, cache_dim]; graphs: on CUDA, for the steps they hold."""
         self._model = model
         self._cache = cache
         self._graphs = graphs
+        self._channel = Channel(model.ranks)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._cache.shape[1]
 
     @property
     def can_run_ahead(self) -> bool:
         """Whether `forward` returns before the device is done, so that launching the next step early gains time."""
         return self._graphs is not None
 
+    @property
+    def beat_period_s(self) -> float | None:
+        """How often `keep_alive` wants to be called while there are no steps; None: never."""
+        return self._channel.beat_period_s
+
+    def keep_alive(self) -> None:
+        """Raises RankLostError if another rank gives no sign of life."""
+        self._channel.keep_alive()
+
     def warm_up(self) -> None:
         """Make every step fit some graph of its kind, as far as steps run from graphs."""
         if self._graphs is not None:
+            self._channel.send(Kind.WARM_UP)
             self._graphs.capture_largest()
 
     def capture_next(self) -> bool:
         """Use an idle moment for one more graph; False if there is nothing left to prepare."""
-        return self._graphs is not None and self._graphs.capture_next()
+        if self._graphs is None or not self._graphs.can_capture_more:
+            return False
+        self._channel.send(Kind.CAPTURE)
+        self._graphs.capture_next()
+        return True
 
     @torch.inference_mode()
     def forward(self, batch: Batch, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -37,15 +63,61 @@ class Runner:
 
         previous_token_ids: [rows of the step before] int64 on the device, for a batch with previous_rows
         """
-        return self._run(StepPlan.of(batch), previous_token_ids)
+        plan = StepPlan.of(batch)
+        self._channel.send(Kind.STEP, plan.pack() if self.beat_period_s else None)
+        return self._run(plan, previous_token_ids)
+
+    def stop(self) -> None:
+        """Let the other ranks end. Nothing else may follow."""
+        with suppress(RankLostError):
+            self._channel.send(Kind.STOP)
+        self._model.ranks.leave()
+
+    # ---- the other ranks ----
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Do what rank 0 does until it stops."""
+        while True:
+            kind, words = self._channel.receive()
+            if kind == Kind.STEP:
+                self._run(StepPlan.unpack(words), None)
+            elif kind == Kind.BEAT:
+                self._channel.answer_beat()
+            elif kind == Kind.STOP:
+                break
+            elif self._graphs is not None and kind == Kind.WARM_UP:
+                self._graphs.capture_largest()
+            elif self._graphs is not None:
+                self._graphs.capture_next()
+        self._model.ranks.leave()
+
+    # ---- all ranks ----
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run a small step without the other ranks, so that kernels are compiled before anybody waits for anybody."""
+        plan = StepPlan(
+            num_new_tokens=np.array([1, 5], dtype=np.int32),
+            context_lens=np.array([3, 9], dtype=np.int32),
+            token_ids=np.zeros(6, dtype=np.int32),
+            block_tables=np.zeros((2, 1), dtype=np.int32),
+            is_ahead=False,
+        )
+        self._cache[:, 0] = 0  # what this step reads and writes
+        with self._model.ranks.rehearsing():
+            self._eager(plan, None)
 
     def _run(self, plan: StepPlan, previous_token_ids: torch.Tensor | None) -> torch.Tensor:
         logits = self._graphs.forward(plan, previous_token_ids) if self._graphs else None
         return self._eager(plan, previous_token_ids) if logits is None else logits
 
     def _eager(self, plan: StepPlan, previous_token_ids: torch.Tensor | None) -> torch.Tensor:
-        inputs = to_model_input(plan, self._cache.shape[2], self._cache.device)
-        if previous_token_ids is not None:
-            token_ids = inputs.token_ids[: len(plan.token_ids)]
-            token_ids.copy_(previous_token_ids.index_select(0, token_ids))
+        ranks, num_tokens = self._model.ranks, len(plan.token_ids)
+        inputs = to_model_input(
+            plan, self._cache.shape[2], self._cache.device, part=ranks.expert.rank, num_parts=ranks.expert.size
+        )
+        if plan.is_ahead:
+            token_ids = inputs.token_ids if inputs.shared is None else inputs.shared.token_ids
+            put_sampled(token_ids[:num_tokens], previous_token_ids, ranks.world)
         return self._model.forward(inputs, self._cache)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
 
 from app.engine.sequence import Sequence
+from app.errors import RankLostError
 from app.protocol import TokenLogprob
 from kernels.checks import Backend
 from kernels.sampling import sample
+
+POLL_S = 2e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +34,34 @@ class PendingSample:
     host_token_ids: torch.Tensor
     copied: torch.cuda.Event | None
     logprobs: list[TokenLogprob | None]
+    timeout_s: float = math.inf
 
     def wait(self) -> Sampled:
+        """Raises RankLostError if it takes longer than the timeout: the device waits for another rank then."""
         if self.copied is not None:
-            self.copied.synchronize()
+            _wait_for(self.copied, self.timeout_s)
         return Sampled(self.host_token_ids.tolist(), self.logprobs)
 
 
+def _wait_for(event: torch.cuda.Event, timeout_s: float) -> None:
+    if math.isinf(timeout_s):
+        event.synchronize()
+        return
+    deadline_s = time.monotonic() + timeout_s
+    while not event.query():
+        if time.monotonic() > deadline_s:
+            raise RankLostError(f"a step is not done after {timeout_s:g} s: another rank is gone or stuck")
+        time.sleep(POLL_S)
+
+
 class Sampler:
-    def __init__(self, eos_token_ids: frozenset[int], backend: Backend | None = None) -> None:
+    def __init__(
+        self, eos_token_ids: frozenset[int], backend: Backend | None = None, *, timeout_s: float = math.inf
+    ) -> None:
+        """timeout_s: what a step may take on a device"""
         self._eos_token_ids = eos_token_ids
         self._backend = backend
+        self._timeout_s = timeout_s
 
     def launch(self, logits: torch.Tensor, sequences: Seq[Sequence], *, num_ahead: int = 0) -> PendingSample:
         """Choose one token per sequence from its row of `logits` [num_sequences, vocab] fp32 (left unchanged).
@@ -55,7 +77,7 @@ class Sampler:
         host.copy_(token_ids, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        return PendingSample(token_ids, host, copied, logprobs)
+        return PendingSample(token_ids, host, copied, logprobs, self._timeout_s)
 
     def _choose(self, logits: torch.Tensor, sequences: Seq[Sequence], num_ahead: int) -> torch.Tensor:
         adjusted = self._adjust(logits, sequences)

@@ -84,10 +84,9 @@ class StepBuffers:
             host_context_lens=None,
         )
 
-    def put_token_ids(self, rows_of: torch.Tensor, count: int) -> None:
-        """Replace the first `count` token ids, which are rows of the step before, by what it sampled there."""
-        token_ids = self._device64[:count]
-        token_ids.copy_(rows_of.index_select(0, token_ids))
+    def token_ids(self, count: int) -> torch.Tensor:
+        """The first ones on the device."""
+        return self._device64[:count]
 
     def _parts64(self, words: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, ...]:
         rows = shape.num_rows

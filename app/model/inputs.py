@@ -11,6 +11,7 @@ import torch
 class SharedRows:
     """All rows of a step whose rows the expert ranks split evenly, in the ranks' order, padding last."""
 
+    token_ids: torch.Tensor  # [expert ranks x num_tokens] int64; the rank's own ones are a view of these
     positions: torch.Tensor  # [expert ranks x num_tokens] int64
     slots: torch.Tensor  # [expert ranks x num_tokens] int64
 

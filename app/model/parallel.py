@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class RankPlace:
     expert: int  # tensor groups: they split a step's tokens and the routed experts
     init_method: str  # tcp://host:port, a free port of rank 0's host
     timeout_s: float = 30.0  # a collective that takes longer counts as a dead rank
+    expert_placement: str | None = None  # a file that says where routed experts lie; None: spread evenly
 
     @property
     def num_ranks(self) -> int:
@@ -140,10 +142,11 @@ class Ranks:
     world: Group  # all ranks, on the device
     host: Group  # all ranks, on the host: plans, heartbeats
     loading: Group  # likewise, with the patience that loading takes
+    timeout_s: float
 
     @classmethod
     def alone(cls) -> Ranks:
-        return cls(Group(), Group(), Group(), Group(), Group())
+        return cls(Group(), Group(), Group(), Group(), Group(), math.inf)
 
     @classmethod
     def join(cls, place: RankPlace, device: torch.device) -> Ranks:
@@ -168,6 +171,7 @@ class Ranks:
                 world=make(everyone),
                 host=_make_group(place.rank, everyone, backend="gloo", timeout=patience),
                 loading=Group(dist.group.WORLD),
+                timeout_s=place.timeout_s,
             )
         logger.info("rank %d of %d has joined %s", place.rank, place.num_ranks, place.init_method)
         return ranks

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from app.engine.graphs import EMPTY_PLAN, batch_sizes, prompt_shapes
-from app.engine.plan import StepPlan, to_model_input
+from app.engine.plan import StepPlan, put_sampled, to_model_input
 from app.engine.step_buffers import StepBuffers, StepShape, context_products, first_holding
+from app.model.parallel import Group
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def test_a_step_of_decodes_has_a_row_per_sequence() -> None:
     inputs = buffers.inputs(shape)
     assert shape.is_decode and inputs.num_decodes == 4
     assert inputs.positions.tolist() == [8, 12, 1, 0] and inputs.context_lens.tolist() == [9, 13, 2, 0]
-    buffers.put_token_ids(torch.arange(1000, 1200), 3)
+    put_sampled(buffers.token_ids(3), torch.arange(1000, 1200), Group())
     assert inputs.token_ids.tolist() == [1100, 1101, 1102, 0], "rows of the step before became its tokens"
 
 
