@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -114,6 +115,29 @@ def _randomize_constants(model: PreTrainedModel) -> None:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith((".bias", "e_score_correction_bias")):
                 parameter.normal_(0.0, 0.2)
+
+
+def quantize_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """Store a checkpoint's projections in e4m3 with 128 x 128 block scales. Returns its tensors, dequantised."""
+    tensors, stored = load_file(folder / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        scales = torch.empty(-(-rows // 128), -(-columns // 128))
+        stored[name] = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+                scales[i, j] = tensor[block].abs().max() / 448
+                stored[name][block] = (tensor[block] / scales[i, j]).to(torch.float8_e4m3fn)
+                tensor[block] = stored[name][block].float() * scales[i, j]
+        stored[name + "_scale_inv"] = scales
+    save_file(stored, folder / "model.safetensors")
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    edit_json(folder / "config.json", quantization_config=quantization)
+    return tensors
 
 
 def edit_json(path: Path, **fields: Any) -> None:

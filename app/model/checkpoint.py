@@ -7,6 +7,7 @@ folder/  config.json  model.safetensors  or  model.safetensors.index.json + mode
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ SINGLE_FILE = "model.safetensors"
 # What decides a model's output when there is no manifest to say so; cards, licences and figures do not.
 _MANIFEST_SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".tiktoken"}
 _MANIFEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
-_SCALE_SUFFIX = "_scale_inv"
+SCALE_SUFFIX = "_scale_inv"
 Restore = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -158,7 +159,7 @@ class Checkpoint:
         file = str(self._files[name])
         restore: Restore | None = None
         if tensor.dtype == torch.float8_e4m3fn and destination.dtype != torch.float8_e4m3fn:
-            scales = self._read(name + _SCALE_SUFFIX, [_covering_blocks(span) for span in spans])
+            scales = self._read(name + SCALE_SUFFIX, [covering_blocks(span) for span in spans])
             skipped = [span.start % FP8_BLOCK for span in spans]
             restore = partial(dequantize_blocks, scales=scales, skipped=skipped)
         elif tensor.dtype != destination.dtype and min(tensor.element_size(), destination.element_size()) == 1:
@@ -166,14 +167,14 @@ class Checkpoint:
         elif not tensor.dtype.is_floating_point:
             raise CheckpointError(f"dtype {tensor.dtype} is not supported", file=file, tensor=name)
         if destination.is_cuda:
-            self._uploader.submit(partial(self._upload, name, tensor, restore, destination))
+            self._uploader.submit(partial(self._upload, name, tensor, spans, restore, destination))
         else:
             destination.copy_(restore(tensor) if restore else tensor)
 
     def skip(self, name: str) -> None:
         """Count the tensor as read. Raises CheckpointError if it is missing."""
         self._file_of(name)
-        self._unread.discard(name)
+        self._unread -= {name, name + SCALE_SUFFIX}
 
     def _file_of(self, name: str) -> Path:
         if name not in self._files:
@@ -191,15 +192,19 @@ class Checkpoint:
         """End the readers, whatever was pending."""
         self._uploader.close()
 
-    def _upload(self, name: str, tensor: torch.Tensor, restore: Restore | None, destination: torch.Tensor) -> None:
+    def _upload(
+        self, name: str, tensor: torch.Tensor, spans: Sequence[Span], restore: Restore | None, destination: torch.Tensor
+    ) -> None:
         """Runs in a reader's thread."""
         path = self._files[name]
         is_direct = tensor.dtype == destination.dtype and destination.is_contiguous()
         raw = destination if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=destination.device)
-        start = self._offsets[path][name] + int(tensor.storage_offset()) * tensor.element_size()
+        lies_together = all(span.count == span.total for span in spans[1:])  # whole rows, one after the other
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        start = self._offsets[path][name] + (spans[0].start * row_bytes if spans else 0)
         try:
             with torch.cuda.device(destination.device):
-                if tensor.is_contiguous():
+                if lies_together:
                     self._uploader.read(path, start, raw)
                 else:  # columns of a matrix, out of the memory map
                     raw.copy_(tensor)
@@ -232,7 +237,7 @@ class Checkpoint:
         return tensor
 
 
-def _covering_blocks(span: Span) -> Span:
+def covering_blocks(span: Span) -> Span:
     """The scales of a span, along its dimension."""
     first, end = span.start // FP8_BLOCK, -(-(span.start + span.count) // FP8_BLOCK)
     return Span(-(-span.total // FP8_BLOCK), first, end - first)

@@ -100,6 +100,7 @@ class ModelConfig:
     max_position_embeddings: int
     rope: RopeConfig
     moe: MoeConfig | None
+    is_fp8: bool  # projections are stored in e4m3, with one scale per block of FP8_BLOCK x FP8_BLOCK
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # any of them ends a sequence
 
@@ -140,7 +141,7 @@ def _parse(fields: Fields, generation: Fields) -> ModelConfig:
     family = _FAMILIES[model_type]
     fields.must_be("hidden_act", fields.text("hidden_act", "silu"), "silu")
     fields.must_be("mlp_bias", fields.flag("mlp_bias", False), False)
-    _check_quantization(fields)
+    is_fp8 = _is_fp8(fields)
     rope_dim = fields.integer("qk_rope_head_dim")
     if rope_dim % 2:
         fields.fail("qk_rope_head_dim", f"must be even, got {rope_dim}")
@@ -163,20 +164,22 @@ def _parse(fields: Fields, generation: Fields) -> ModelConfig:
         max_position_embeddings=fields.integer("max_position_embeddings"),
         rope=_parse_rope(fields, family),
         moe=_parse_moe(fields, family),
+        is_fp8=is_fp8,
         bos_token_id=fields.integer("bos_token_id", None, minimum=0),
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
     )
 
 
-def _check_quantization(fields: Fields) -> None:
-    """FP8 weights in 128x128 blocks are understood; which tensors have scales is seen in the files themselves."""
+def _is_fp8(fields: Fields) -> bool:
+    """FP8 weights in 128x128 blocks are understood; which other tensors have scales is seen in the files themselves."""
     quantization = fields.child("quantization_config")
     if quantization is None:
-        return
+        return False
     quantization.must_be("quant_method", quantization.text("quant_method"), "fp8")
     quantization.must_be("fmt", quantization.text("fmt", "e4m3"), "e4m3")
     block = quantization.values.get("weight_block_size")
     quantization.must_be("weight_block_size", block, [FP8_BLOCK, FP8_BLOCK])
+    return True
 
 
 def _parse_rope(fields: Fields, family: str) -> RopeConfig:

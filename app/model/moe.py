@@ -17,6 +17,7 @@ from app.model.placement import LayerPlacement
 from kernels.checks import Backend, use_triton
 from kernels.expert_routing import route_experts
 from kernels.experts_cpu import CpuExperts
+from kernels.fp8_experts import Fp8Experts, fp8_experts
 from kernels.fused_experts import fused_experts
 from kernels.row_linear import linear_rows
 
@@ -37,12 +38,23 @@ class Experts:
         return fused_experts(x, *self._weights, ids, weights, backend=self._backend)
 
 
+class Fp8Layer:
+    """Experts in the weights of an FP8 checkpoint; their activations are rounded to FP8 as well."""
+
+    def __init__(self, weights: Fp8Experts, backend: Backend | None) -> None:
+        self._weights, self._backend = weights, backend
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """As of Experts; see fp8_experts."""
+        return fp8_experts(x, self._weights, ids, weights, backend=self._backend)
+
+
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     config: MoeConfig
     router: torch.Tensor  # [E, D] fp32
     bias: torch.Tensor | None  # [E] fp32, added to the scores for the choice only
-    experts: Experts  # E + S of them; without `placement`
+    experts: Experts | Fp8Layer  # E + S of them; without `placement`
     # Set if ranks split the routed experts: `experts` are then those that this rank holds.
     placement: LayerPlacement | None = None
     shared: GatedMlp | None = None

@@ -18,10 +18,11 @@ from typing import Protocol
 import torch
 
 from app.model.attention.mla import MlaWeights
-from app.model.checkpoint import Checkpoint, Span, checkpoint_digest, verify_manifest
+from app.model.checkpoint import SCALE_SUFFIX, Checkpoint, Span, checkpoint_digest, verify_manifest
 from app.model.config import ModelConfig, MoeConfig
+from app.model.expert_weights import ExpertStack
 from app.model.layers import GatedMlp, Linear
-from app.model.moe import Experts, MoeWeights
+from app.model.moe import MoeWeights
 from app.model.sharding import Shard
 from kernels.checks import Backend
 
@@ -29,6 +30,7 @@ __all__ = ["LayerWeights", "ModelWeights", "TensorSource", "checkpoint_digest", 
 
 logger = logging.getLogger(__name__)
 RANDOM_STD = 0.02
+RANDOM_SCALE = 2.0**-10  # of FP8 blocks: 22 standard deviations fit
 REPORT_PERIOD_S = 5.0  # of loading progress
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -121,10 +123,15 @@ class _RandomSource:
         if name.endswith("norm.weight"):
             destination.fill_(1.0)
             return
+        if name.endswith(SCALE_SUFFIX):
+            destination.fill_(RANDOM_SCALE)
+            return
         spans = spans or [Span.whole(size) for size in destination.shape]
         self._generator.manual_seed(zlib.crc32(name.encode(), self._seed))
         drawn = torch.empty([span.total for span in spans], dtype=self._dtype, device=destination.device)
         drawn.normal_(0.0, RANDOM_STD, generator=self._generator)
+        if destination.dtype == torch.float8_e4m3fn:
+            drawn /= RANDOM_SCALE
         destination.copy_(drawn[tuple(span.indices for span in spans)])
 
     def skip(self, name: str) -> None:
@@ -231,18 +238,15 @@ class _Assembler:
         placement = shard.placement.layer(layer) if shard.placement else None
         experts = range(moe.num_experts) if placement is None else placement.experts[shard.expert_rank]
         num_shared = moe.num_shared_experts if placement is None else 0
-        own = shard.width(width)
-        gate_up = self._empty(len(experts) + num_shared, 2 * own.count, hidden.total)
-        down = self._empty(len(experts) + num_shared, hidden.total, own.count)
+        own, count, device = shard.width(width), len(experts) + num_shared, torch.device(self._device)
+        stack = ExpertStack(self._config, count, own, self._dtype, device, self._backend)
         for slot, expert in enumerate(experts):
-            self._fill_expert(f"{prefix}experts.{expert}.", own, gate_up[slot], down[slot])
+            stack.fill(self._source, slot, f"{prefix}experts.{expert}.", own)
         for expert in set(range(moe.num_experts)) - set(experts):
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                self._source.skip(f"{prefix}experts.{expert}.{name}.weight")
+            stack.skip(self._source, f"{prefix}experts.{expert}.")
         for index in range(num_shared):  # the shared expert, cut along its width
-            slot = len(experts) + index
             span = Span(num_shared * width, index * width + own.start, own.count)
-            self._fill_expert(prefix + "shared_experts.", span, gate_up[slot], down[slot])
+            stack.fill(self._source, len(experts) + index, prefix + "shared_experts.", span)
         shared = None
         if placement is not None and moe.num_shared_experts:
             shared = self._mlp(prefix + "shared_experts.", shard.width(moe.num_shared_experts * width))
@@ -252,14 +256,7 @@ class _Assembler:
         if moe.has_bias:
             bias = torch.empty(moe.num_experts, dtype=torch.float32, device=self._device)
             self._source.fill(prefix + "gate.e_score_correction_bias", bias)
-        return MoeWeights(moe, router, bias, Experts(gate_up, down, self._backend), placement, shared)
-
-    def _fill_expert(self, prefix: str, width: Span, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        """gate_up [2I, D] and down [D, I] of one expert, or of a part of its width."""
-        hidden = Span.whole(self._config.hidden_size)
-        self._source.fill(prefix + "gate_proj.weight", gate_up[: width.count], (width, hidden))
-        self._source.fill(prefix + "up_proj.weight", gate_up[width.count :], (width, hidden))
-        self._source.fill(prefix + "down_proj.weight", down, (hidden, width))
+        return MoeWeights(moe, router, bias, stack.experts(), placement, shared)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,9 @@ def test_eos_token_ids_join_both_files(
 
 def test_fp8_blocks_are_understood(tmp_path: Path) -> None:
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    assert parse(tmp_path, {**V3, "quantization_config": quantization}) == parse(tmp_path, V3)
+    parsed = parse(tmp_path, {**V3, "quantization_config": quantization})
+    assert parsed.is_fp8
+    assert parsed == replace(parse(tmp_path, V3), is_fp8=True)
 
 
 @pytest.mark.parametrize(

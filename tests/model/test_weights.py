@@ -17,7 +17,7 @@ from app.model.moe import MoeWeights
 from app.model.transformer import Transformer
 from app.model.weights import ModelWeights, load_weights, random_weights
 from kernels.fused_experts import fused_experts_reference
-from tests.checkpoints import edit_json, random_prompt, save_random_checkpoint
+from tests.checkpoints import edit_json, quantize_checkpoint, random_prompt, save_random_checkpoint
 from tests.model.conftest import load_transformer
 from tests.model.driver import Driver
 
@@ -135,25 +135,7 @@ def test_an_fp8_checkpoint_gives_its_dequantised_model(tmp_path: Path) -> None:
     sizes = {"hidden_size": 192, "moe_intermediate_size": 160, "num_hidden_layers": 2}
     plain = save_random_checkpoint(tmp_path / "plain", "v3", initializer_range=0.05, **sizes)
     quantized = save_random_checkpoint(tmp_path / "fp8", "v3", initializer_range=0.05, **sizes)
-    tensors, fp8 = load_file(plain / TENSORS), {}
-    for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight"):
-            fp8[name] = tensor
-            continue
-        rows, columns = tensor.shape
-        scales = torch.empty(-(-rows // 128), -(-columns // 128))
-        fp8[name] = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-        for i in range(scales.shape[0]):
-            for j in range(scales.shape[1]):
-                block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
-                scales[i, j] = tensor[block].abs().max() / 448
-                fp8[name][block] = (tensor[block] / scales[i, j]).to(torch.float8_e4m3fn)
-                tensor[block] = fp8[name][block].float() * scales[i, j]
-        fp8[name + "_scale_inv"] = scales
-    save_file(tensors, plain / TENSORS)
-    save_file(fp8, quantized / TENSORS)
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    edit_json(quantized / "config.json", quantization_config=quantization)
+    save_file(quantize_checkpoint(quantized), plain / TENSORS)
     assert torch.equal(logits_of(quantized), logits_of(plain))
 
 
