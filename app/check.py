@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,9 @@ from app.engine.loading import CPU_CACHE_BYTES, CUDA_CACHE_SHARE
 from app.errors import ConfigError, PreflightError
 from app.model.checkpoint import Checkpoint, checkpoint_digest
 from app.model.config import ModelConfig
+from app.model.sharding import Shard
 from app.serving.limits import check_bucket, check_pools
+from app.serving.placement import Demand, Node, demand, nodes_of, plain_demand, shortage
 
 ROUTER_PATH = "app.main:router"
 POOLS_PATH = "app.main:pools"
@@ -44,11 +47,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 Model = TypeVar("Model", bound=FrozenModel)
 
 
-def check(path: Path) -> str:
-    """A summary of the file, a line or two per application.
+def check(path: Path, nodes: Sequence[Node] | None = None) -> str:
+    """A summary of the file, a line or two per application. `nodes` are those of the cluster it is meant for.
 
     Raises ConfigError that names the file, the application and the field; CheckpointError on a model that is absent or
-    broken; PreflightError on a cache that holds nothing.
+    broken; PreflightError on a cache that holds nothing, and on nodes without room for all replicas.
     """
     applications = [_Application(path, values) for values in _applications(path)]
     ours = [application for application in applications if application.import_path in _USER_CONFIGS]
@@ -56,11 +59,31 @@ def check(path: Path) -> str:
         raise ConfigError(f"{path}: no application has the import_path {ROUTER_PATH} or {POOLS_PATH}")
     by_name = {application.name: application for application in applications}
     lines: list[str] = []
+    replicas: list[tuple[str, Demand]] = []
     for application in ours:
         application.user_configs()
         is_router = application.import_path == ROUTER_PATH
         lines += _router_lines(application, by_name) if is_router else _pools_lines(application)
+        replicas += _router_replicas(application) if is_router else _pools_replicas(application)
+    if nodes is not None:
+        if line := shortage(replicas, nodes):
+            raise PreflightError(f"{path}: {line}")
+        lines.append(f"the cluster has room for all {len(replicas)} replicas")
     return "\n".join(lines)
+
+
+def cluster_nodes(address: str) -> list[Node]:
+    """The nodes of the running cluster at `address`, HOST:PORT or "auto". Raises PreflightError if there is none."""
+    import ray
+
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise PreflightError(f"no Ray cluster at {address}: {error}") from None
+    try:
+        return nodes_of(ray.nodes())  # type: ignore[no-untyped-call]
+    finally:
+        ray.shutdown()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +173,22 @@ def _router_lines(application: _Application, by_name: Mapping[str, _Application]
     yield f"{application.name}: router to {versions}; {_resources(config.num_replicas, config.num_cpus, 0)}"
 
 
+def _router_replicas(application: _Application) -> list[tuple[str, Demand]]:
+    config = application.load(RouterConfig, application.args, "args")
+    return [(application.name, plain_demand(config.num_cpus, 0.0))] * config.num_replicas
+
+
+def _pools_replicas(application: _Application) -> list[tuple[str, Demand]]:
+    config = application.load(PoolsConfig, application.args, "args")
+    scaling = config.scaling
+    return [
+        (f"{application.name}/{name}", demand(pool))
+        for name, pool, limits in (("short", config.short, scaling.short), ("long", config.long, scaling.long))
+        # Of a pool that scales, as many as are always there; the first of a pool that may have none.
+        for _ in range(pool.num_replicas if limits is None else max(1, limits.min_replicas))
+    ]
+
+
 def _check_bucket(
     application: _Application, where: str, settings: RouterSettings, model: ModelSource, pools: _Application
 ) -> None:
@@ -189,7 +228,11 @@ def _pools_lines(application: _Application) -> Iterator[str]:
 def _pool_line(
     application: _Application, name: str, pool: PoolConfig, scaling: PoolScalingSettings | None, model: ModelConfig
 ) -> str:
-    engine = pool.engine
+    engine, parallel = pool.engine, pool.parallel
+    try:
+        Shard.of(model, 0, parallel.tensor, parallel.expert, parallel.expert_placement)
+    except ConfigError as error:
+        raise application.error(f"args.{name}.{error.message}", f"args.{name}.{error.field}") from None
     dtype = _dtype(engine, pool.num_gpus)
     layout = CacheLayout.of(model, dtype, is_fp8=engine.cache_dtype == "fp8")
     line = f"{str(dtype).removeprefix('torch.')}, {layout.bytes_per_token} bytes of cache per token, "
@@ -204,6 +247,8 @@ def _pool_line(
     else:
         line += f"{blocks} blocks = {blocks * layout.block_size} tokens"
     number = str(pool.num_replicas) if scaling is None else f"{scaling.min_replicas} to {scaling.max_replicas}"
+    if parallel.num_ranks > 1:
+        return f"{line} on each of {parallel.num_ranks} ranks; {number} x ({demand(pool)})"
     return f"{line}; {_resources(number, pool.num_cpus, pool.num_gpus)}"
 
 

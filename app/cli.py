@@ -49,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         " model folders they name. Prints a summary.",
     )
     check_parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    check_parser.add_argument(
+        "--cluster", metavar="ADDRESS", help="also check that this running Ray cluster (HOST:PORT or auto) has room"
+    )
     check_parser.set_defaults(run=_check)
     bench.add_parser(commands)
     plan.add_parser(commands)
@@ -56,9 +59,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from app.check import check  # loads torch
+    from app.check import check, cluster_nodes  # loads torch
 
-    print(check(options.config))
+    print(check(options.config, cluster_nodes(options.cluster) if options.cluster else None))
     return 0
 
 

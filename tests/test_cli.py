@@ -17,7 +17,9 @@ import yaml
 from app import cli, errors
 from app.bench import command
 from app.bench.scenarios import SCENARIOS, ScenarioOptions, summary_line
+from app.check import check
 from app.config import EMBEDDED_MODEL
+from app.serving.placement import Node
 from tests.bench.sse_server import SseServer, serving
 
 # Ray's own schema module uses a pydantic feature that is on its way out.
@@ -102,6 +104,21 @@ def test_the_summary_adds_up(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "8 layers, context 16384" in out
 
 
+def test_ranks_are_summed_up_and_compared_with_the_cluster(tmp_path: Path) -> None:
+    def edit(document: dict[str, Any]) -> None:
+        pools(document)["short"] |= {"parallel": {"tensor": 2}, "num_cpus": 1.0, "num_gpus": 1.0}
+
+    path = edited(tmp_path, edit)
+    gpu = Node("n1", {"CPU": 2.0, "GPU": 2.0}, {})
+    summary = check(path, [gpu, Node("n2", {"CPU": 2.0}, {})])
+    assert "tokens on each of 2 ranks; 1 x (2 bundles of 1 CPU, 1 GPU on one node)" in summary
+    assert summary.endswith("the cluster has room for all 3 replicas")
+    with pytest.raises(errors.PreflightError, match=r"router asks 0\.2 CPU; the cluster has n1: 2 CPU, 2 GPU"):
+        check(path, [gpu, Node("n2", {"CPU": 0.5}, {})])
+    with pytest.raises(errors.PreflightError, match="short asks 2 bundles of 1 CPU, 1 GPU on one node; the cluster"):
+        check(path, [Node("n1", {"CPU": 8.0, "GPU": 1.0}, {})] * 2)
+
+
 def pools(document: dict[str, Any]) -> dict[str, Any]:
     return application(document, "pools").setdefault("args", {})  # type: ignore[no-any-return]
 
@@ -124,6 +141,10 @@ def edited(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
         (
             lambda d: pools(d)["short"]["engine"].update(max_num_seqs=0),
             "application pools: args.short.engine.max_num_seqs: ",
+        ),
+        (
+            lambda d: pools(d)["long"].update(parallel={"tensor": 5}),
+            "application pools: args.long.parallel.tensor: 5 does not divide the model's",
         ),
         (lambda d: pools(d)["long"].update(engin={}), "application pools: args.long.engin: "),
         (

@@ -22,6 +22,11 @@ class Demand:
     strategy: str = "STRICT_PACK"
     labels: tuple[Mapping[str, str], ...] = ()  # selectors, one per bundle; empty: any node
 
+    @property
+    def size(self) -> tuple[float, ...]:
+        """GPUs, then CPUs."""
+        return tuple(sum(bundle.get(name, 0.0) for bundle in self.bundles) for name in reversed(RESOURCES))
+
     def __str__(self) -> str:
         count = len(self.bundles)
         what = _amounts(self.bundles[0]) if count == 1 else f"{count} bundles of {_amounts(self.bundles[0])}"
@@ -143,9 +148,9 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 
 
 def shortage(replicas: Iterable[tuple[str, Demand]], nodes: Sequence[Node]) -> str | None:
-    """Place the named replicas one after another; a line about the first that finds no room, None if all do."""
+    """Place the named replicas, the largest first; a line about the first that finds no room, None if all do."""
     left = list(nodes)
-    for name, asked in replicas:
+    for name, asked in sorted(replicas, key=lambda replica: replica[1].size, reverse=True):
         after = place(asked, left)
         if after is None:
             return explain(name, asked, nodes) + ("" if place(asked, nodes) is None else f", left {_joined(left)}")

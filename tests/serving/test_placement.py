@@ -107,8 +107,13 @@ def test_a_shortage_names_what_is_asked_and_what_is_there() -> None:
 def test_a_shortage_counts_what_others_took() -> None:
     replicas = [("router", plain_demand(0.5, 0)), ("short", plain_demand(1, 0)), ("long", plain_demand(1, 0))]
     assert shortage(replicas[:2], [node("n1", 2)]) is None
-    assert shortage(replicas, [node("n1", 2)]) == "long asks 1 CPU; the cluster has n1: 2 CPU, left n1: 0.5 CPU"
-    assert shortage(replicas, []) == "router asks 0.5 CPU; the cluster has no nodes"
+    assert shortage(replicas, [node("n1", 2)]) == "router asks 0.5 CPU; the cluster has n1: 2 CPU, left n1: nothing"
+    assert shortage(replicas, []) == "short asks 1 CPU; the cluster has no nodes"
+
+
+def test_small_replicas_do_not_take_the_room_of_large_ones() -> None:
+    sharded = demand(pool({"tensor": 2}, num_cpus=1.0))
+    assert shortage([("router", plain_demand(0.2, 0)), ("short", sharded)], [node("n1", 2), node("n2", 1)]) is None
 
 
 def test_ten_tenths_of_a_cpu_fit_one() -> None:
