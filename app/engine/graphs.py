@@ -58,6 +58,8 @@ class StepGraphs:
             max_blocks=-(-max_model_len // cache.shape[2]),
             block_size=cache.shape[2],
             device=cache.device,
+            part=model.ranks.expert.rank,
+            num_parts=model.ranks.expert.size,
         )
         self._graphs: dict[StepShape, _Graph] = {}
         self._misses: Counter[StepShape] = Counter()
@@ -121,13 +123,18 @@ class StepGraphs:
                 self._model.forward(inputs, self._cache)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Watchdogs of process groups call the driver from threads of their own.
+            mode = "global" if self._model.ranks.host.size == 1 else "thread_local"
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
                 logits = self._model.forward(inputs, self._cache)
+            self._graphs[shape] = _Graph(graph, inputs, logits)
         except torch.cuda.OutOfMemoryError:
             logger.warning("no memory left for another CUDA graph; steps of %s run without", shape)
             self._can_capture = False
-            return
-        self._graphs[shape] = _Graph(graph, inputs, logits)
+        # All ranks have a graph, or none: they replay them together.
+        if not self._model.ranks.host.smallest(self._can_capture):
+            self._can_capture = False
+            self._graphs.pop(shape, None)
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ A step fills them with two copies from pinned memory, N rows and S sequences of 
     words32 | context_lens: S | query_starts: S + 1 | block_tables: S x W |
 
 Padding rows have slot -1 and padding sequences no rows and no context: they write nothing, attend to nothing and meet
-no expert.
+no expert. Where expert ranks split the rows, words64 hold those of all ranks and words32 what this rank's are part of.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from app.engine.plan import StepPlan
-from app.model.inputs import ModelInput
+from app.engine.plan import StepPlan, logit_rows_of
+from app.model.inputs import ModelInput, SharedRows
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,7 +36,21 @@ class StepShape:
 
 
 class StepBuffers:
-    def __init__(self, max_rows: int, max_seqs: int, *, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_seqs: int,
+        *,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        part: int = 0,
+        num_parts: int = 1,
+    ) -> None:
+        """part: of `num_parts` equal ones that a step's rows are cut into, the one to compute."""
+        self._part, self._num_parts = part, num_parts
+        max_rows = num_parts * -(-max_rows // num_parts)
+        self._no_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self._max_blocks, self._block_size, self._device = max_blocks, block_size, device
         is_cuda = device.type == "cuda"
         self._host64 = torch.zeros(3 * max_rows + max_seqs, dtype=torch.int64, pin_memory=is_cuda)
@@ -51,17 +65,24 @@ class StepBuffers:
             self._copied.synchronize()  # the previous step's copies have left the pinned buffers
         token_ids, positions, slots, logit_rows = self._parts64(self._host64, shape)
         context_lens, query_starts, tables = self._parts32(self._host32, shape)
-        starts, places, own_slots = plan.rows(self._block_size)
-        num_tokens, (num_seqs, width) = len(plan.token_ids), plan.block_tables.shape
+        starts, places, all_slots = plan.rows(self._block_size)
+        first, end = self._own_rows(shape)
+        last_rows, own = logit_rows_of(starts, first, end), plan
+        if self._num_parts > 1:
+            own = plan.cut(first, end)
+            starts, _, _ = own.rows(self._block_size)
+        num_seqs, width = own.block_tables.shape
         for target, values, padding in (
-            (token_ids, plan.token_ids, 0), (positions, places, 0), (slots, own_slots, -1),
-            (logit_rows, starts[1:] - 1, 0), (context_lens, plan.context_lens, 0), (query_starts, starts, num_tokens),
+            (token_ids, plan.token_ids, 0), (positions, places, 0), (slots, all_slots, -1),
+            (logit_rows, last_rows, 0 if own is plan else -1),
+            (context_lens, own.context_lens, 0), (query_starts, starts, len(own.token_ids)),
         ):  # fmt: skip
             words = target.numpy()
             words[: len(values)] = values
             words[len(values) :] = padding
-        tables.numpy()[:num_seqs, :width] = plan.block_tables
-        used64, used32 = 3 * shape.num_rows + shape.num_seqs, shape.num_seqs * (2 + self._max_blocks) + 1
+        tables.numpy()[:num_seqs, :width] = own.block_tables
+        used64 = sum(len(part) for part in (token_ids, positions, slots, logit_rows))
+        used32 = len(context_lens) + len(query_starts) + tables.numel()
         self._device64[:used64].copy_(self._host64[:used64], non_blocking=True)
         self._device32[:used32].copy_(self._host32[:used32], non_blocking=True)
         if self._copied is not None:
@@ -71,6 +92,10 @@ class StepBuffers:
         """Views of the device's buffers, whatever is in them when they are read."""
         token_ids, positions, slots, logit_rows = self._parts64(self._device64, shape)
         context_lens, query_starts, tables = self._parts32(self._device32, shape)
+        shared = None
+        if self._num_parts > 1:
+            shared, own = SharedRows(token_ids, positions, slots), slice(*self._own_rows(shape))
+            token_ids, positions, slots = token_ids[own], positions[own], self._no_slots[own]
         return ModelInput(
             token_ids=token_ids,
             positions=positions,
@@ -79,22 +104,28 @@ class StepBuffers:
             context_lens=context_lens,
             block_tables=tables,
             logit_rows=logit_rows,
-            num_decodes=shape.num_seqs if shape.is_decode else 0,
+            num_decodes=len(context_lens) if shape.is_decode else 0,
             host_query_starts=None,
             host_context_lens=None,
+            shared=shared,
         )
 
     def token_ids(self, count: int) -> torch.Tensor:
         """The first ones on the device."""
         return self._device64[:count]
 
+    def _own_rows(self, shape: StepShape) -> tuple[int, int]:
+        size = -(-shape.num_rows // self._num_parts)
+        return self._part * size, (self._part + 1) * size
+
     def _parts64(self, words: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, ...]:
-        rows = shape.num_rows
+        rows = self._num_parts * -(-shape.num_rows // self._num_parts)
         parts = words[: 3 * rows + shape.num_seqs].split([rows, rows, rows, shape.num_seqs])
         return parts[0], parts[1], parts[2], parts[3]
 
     def _parts32(self, words: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, ...]:
-        count = shape.num_seqs
+        first, end = self._own_rows(shape)
+        count = min(shape.num_seqs, end - first)
         parts = words[: count * (2 + self._max_blocks) + 1].split([count, count + 1, count * self._max_blocks])
         return parts[0], parts[1], parts[2].view(count, self._max_blocks)
 

@@ -27,8 +27,8 @@ def plan_of(counts: list[int], context_lens: list[int]) -> StepPlan:
     )
 
 
-def make_buffers() -> StepBuffers:
-    return StepBuffers(64, 16, max_blocks=12, block_size=BLOCK_SIZE, device=CPU)
+def make_buffers(part: int = 0, num_parts: int = 1) -> StepBuffers:
+    return StepBuffers(64, 16, max_blocks=12, block_size=BLOCK_SIZE, device=CPU, part=part, num_parts=num_parts)
 
 
 @pytest.mark.parametrize("shape", [StepShape(8, 4), StepShape(64, 16)], ids=str)
@@ -58,6 +58,38 @@ def test_a_step_of_decodes_has_a_row_per_sequence() -> None:
     assert inputs.positions.tolist() == [8, 12, 1, 0] and inputs.context_lens.tolist() == [9, 13, 2, 0]
     put_sampled(buffers.token_ids(3), torch.arange(1000, 1200), Group())
     assert inputs.token_ids.tolist() == [1100, 1101, 1102, 0], "rows of the step before became its tokens"
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize(
+    ("counts", "context_lens", "shape"),
+    [
+        pytest.param([1, 5, 2], [9, 13, 2], StepShape(8, 4), id="prompt-cut"),
+        pytest.param([1] * 6, [9, 3, 4, 1, 40, 7], StepShape(8, 8), id="decodes"),
+        pytest.param([3], [30], StepShape(8, 4), id="second-part-empty"),
+    ],
+)
+def test_a_part_of_a_step_is_the_eager_steps_part(
+    counts: list[int], context_lens: list[int], shape: StepShape, part: int
+) -> None:
+    plan = plan_of(counts, context_lens)
+    buffers = make_buffers(part, 2)
+    buffers.fill(plan_of([1] * 4, [40, 41, 42, 43]), StepShape(4, 4))
+    buffers.fill(plan, shape)
+    inputs, expected = buffers.inputs(shape), to_model_input(plan, BLOCK_SIZE, CPU, part=part, num_parts=2)
+    assert inputs.shared is not None and expected.shared is not None
+    num_rows, num_seqs = len(expected.token_ids), len(expected.context_lens)
+    for name in ("token_ids", "positions", "slots"):
+        assert getattr(inputs, name)[:num_rows].tolist() == getattr(expected, name).tolist(), name
+        whole = getattr(expected.shared, name)
+        assert getattr(inputs.shared, name)[: sum(counts)].tolist() == whole[: sum(counts)].tolist(), name
+    assert inputs.shared.slots[sum(counts) :].tolist() == [-1] * (8 - sum(counts))
+    assert inputs.context_lens.tolist()[:num_seqs] == expected.context_lens.tolist()
+    assert not inputs.context_lens[num_seqs:].any()
+    assert inputs.query_starts[: num_seqs + 1].tolist() == expected.query_starts.tolist()
+    width = plan.block_tables.shape[1]
+    assert inputs.block_tables[:num_seqs, :width].tolist() == expected.block_tables.tolist()
+    assert inputs.logit_rows.tolist() == expected.logit_rows.tolist() + [-1] * (shape.num_seqs - len(counts))
 
 
 def test_an_empty_plan_is_all_padding() -> None:
