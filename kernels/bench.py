@@ -7,6 +7,7 @@ Every kernel is replayed from a CUDA graph, so that launching costs nothing, wit
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ import triton.testing
 
 from kernels.blocks import gather_blocks
 from kernels.expert_routing import route_experts
+from kernels.fp8_entry import Fp8Entry
+from kernels.fp8_experts import Fp8Experts, fp8_experts
 from kernels.fused_experts import fused_experts
 from kernels.mla_decode import mla_decode, plan_mla_decode
 from kernels.mla_prefill import mla_prefill
@@ -27,6 +30,7 @@ from kernels.sampling import sample
 _BLOCK_SIZE = 64
 _LATENT_DIM, _ROPE_DIM = 512, 64  # DeepSeek-V2, V3, Kimi-K2
 _NOPE_DIM, _VALUE_DIM = 128, 128
+_ENTRY = Fp8Entry(_LATENT_DIM, _ROPE_DIM, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class Work:
     num_bytes: int
     num_operations: int
     peer: Callable[[], object] | None = None
+    is_fp8: bool = False  # its products run at the rate of that format
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Figure:
     def line(self) -> str:
         peer = "" if self.peer_us is None else f"   torch {self.peer_us:9.1f} us"
         return (
-            f"{self.kernel:12} {self.shape:34} {self.time_us:9.1f} us   floor {self.floor_us:9.1f} us "
+            f"{self.kernel:14} {self.shape:34} {self.time_us:9.1f} us   floor {self.floor_us:9.1f} us "
             f"({self.floor_us / self.time_us:4.0%})   {self.bandwidth_tb_s:5.2f} TB/s {self.rate_tflops:6.1f} TF{peer}"
         )
 
@@ -81,25 +86,46 @@ def matrix_rate() -> float:
     return 2 * 8192**3 / (median_us(lambda: a @ b) * 1e-6)
 
 
+def fp8_matrix_rate() -> float:
+    """e4m3 operations per second of torch's own product with one scale for each matrix."""
+    a, b = (torch.randn(8192, 8192, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    scale, recipe = torch.ones(1, device="cuda"), torch.nn.functional.ScalingType.TensorWise
+    product = torch.nn.functional.scaled_mm
+    return 2 * 8192**3 / (median_us(lambda: product(a, b.T, scale, recipe, scale, recipe, use_fast_accum=True)) * 1e-6)
+
+
 def _lens(batch: int, context: int) -> torch.Tensor:
     return torch.full((batch,), context, dtype=torch.int32, device="cuda")
 
 
-def _paged_cache(batch: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _paged_cache(batch: int, context: int, *, is_fp8: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """A random cache and the tables of `batch` sequences, blocks in random order."""
     blocks = -(-context // _BLOCK_SIZE)
     dim = _LATENT_DIM + _ROPE_DIM
     cache = torch.randn(batch * blocks, _BLOCK_SIZE, dim, device="cuda", dtype=torch.bfloat16)
+    if is_fp8:
+        cache = _ENTRY.pack(cache)
     return cache, torch.randperm(batch * blocks, device="cuda").to(torch.int32).view(batch, blocks)
 
 
 def decode_works() -> Iterator[Work]:
     shapes = [(16, 128, 8192), (16, 32, 8192), (16, 16, 32768), (16, 128, 1024), (16, 32, 1024), (16, 1, 1024)]
     shapes += [(16, 1, 32768), (16, 1, 131072), (64, 128, 8192), (128, 128, 8192), (128, 32, 8192), (128, 1, 131072)]
+    yield from _decode_works(shapes, is_fp8=False)
+
+
+def fp8_decode_works() -> Iterator[Work]:
+    """Over FP8 entries; their products are bf16, so the floor's operations are, too."""
+    shapes = [(16, 128, 8192), (16, 32, 8192), (16, 1, 131072), (128, 128, 8192), (128, 1, 131072)]
+    yield from _decode_works(shapes, is_fp8=True)
+
+
+def _decode_works(shapes: Sequence[tuple[int, int, int]], *, is_fp8: bool) -> Iterator[Work]:
+    dim = _LATENT_DIM + _ROPE_DIM
     for num_heads, batch, context in shapes:
-        cache, tables = _paged_cache(batch, context)
+        cache, tables = _paged_cache(batch, context, is_fp8=is_fp8)
         lens = _lens(batch, context)
-        q = torch.randn(batch, num_heads, cache.shape[2], device="cuda", dtype=torch.bfloat16)
+        q = torch.randn(batch, num_heads, dim, device="cuda", dtype=torch.bfloat16)
         plan = plan_mla_decode(tables, lens, num_queries=batch, num_heads=num_heads, block_size=_BLOCK_SIZE)
 
         def run(q=q, cache=cache, tables=tables, lens=lens, plan=plan) -> torch.Tensor:
@@ -108,8 +134,8 @@ def decode_works() -> Iterator[Work]:
         yield Work(
             shape=f"{num_heads} heads, {batch} x {context}",
             run=run,
-            num_bytes=batch * context * cache.shape[2] * 2 + q.nbytes + batch * num_heads * _LATENT_DIM * 2,
-            num_operations=2 * batch * context * num_heads * (cache.shape[2] + _LATENT_DIM),
+            num_bytes=cache.nbytes + q.nbytes + batch * num_heads * _LATENT_DIM * 2,
+            num_operations=2 * batch * context * num_heads * (dim + _LATENT_DIM),
         )
 
 
@@ -154,20 +180,20 @@ def _attention_of_torch(
 
 
 def gather_works() -> Iterator[Work]:
-    for batch, context in ((1, 131072), (32, 8192)):
-        cache, tables = _paged_cache(batch, context)
-        lens = _lens(batch, context)
+    for batch, context, is_fp8 in ((1, 131072, False), (32, 8192, False), (1, 131072, True), (32, 8192, True)):
+        cache, tables = _paged_cache(batch, context, is_fp8=is_fp8)
+        lens, entry = _lens(batch, context), _ENTRY if is_fp8 else None
         key_starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * context
 
-        def run(cache=cache, tables=tables, lens=lens, starts=key_starts, n=batch * context):
-            return gather_blocks(cache, tables, lens, starts, n)
+        def run(cache=cache, tables=tables, lens=lens, starts=key_starts, n=batch * context, entry=entry):
+            return gather_blocks(cache, tables, lens, starts, n, entry=entry)
 
         yield Work(
-            shape=f"{batch} x {context}",
+            shape=f"{batch} x {context}{' fp8' if is_fp8 else ''}",
             run=run,
-            num_bytes=2 * batch * context * cache.shape[2] * 2,
+            num_bytes=cache.nbytes + batch * context * (_LATENT_DIM + _ROPE_DIM) * 2,
             num_operations=0,
-            peer=lambda cache=cache, tables=tables: cache[tables.long().flatten()],  # type: ignore[misc]
+            peer=None if is_fp8 else lambda cache=cache, tables=tables: cache[tables.long().flatten()],  # type: ignore[misc]
         )
 
 
@@ -200,6 +226,40 @@ def expert_works(sizes: Sequence[int] = (1, 8, 32, 128, 512, 2048, 8192, 16384))
             num_bytes=ids.unique().numel() * 3 * _INTER * _DIM * 2 + 2 * x.nbytes,
             num_operations=2 * num_tokens * _TOP_K * 3 * _INTER * _DIM,
             peer=peer,
+        )
+
+
+def fp8_expert_works(sizes: Sequence[int] = (1, 8, 32, 128, 512, 2048, 8192)) -> Iterator[Work]:
+    """The same experts with block scales. torch's product for this card has a scale for each row instead, gets its rows
+    sorted and rounded for nothing, and multiplies only."""
+    e4m3, row_wise = torch.float8_e4m3fn, torch.nn.functional.ScalingType.RowWise
+    gate_up = torch.randn(_NUM_EXPERTS, 2 * _INTER, _DIM, device="cuda").to(e4m3)
+    down = torch.randn(_NUM_EXPERTS, _DIM, _INTER, device="cuda").to(e4m3)
+    scales = [
+        torch.rand(_NUM_EXPERTS, n // 128, k // 128, device="cuda") for n, k in ((2 * _INTER, _DIM), (_DIM, _INTER))
+    ]
+    experts = Fp8Experts(gate_up, scales[0] * 0.02, down, scales[1] * 0.02)
+    by_row = [torch.ones(_NUM_EXPERTS, n, device="cuda") for n in (2 * _INTER, _DIM)]
+    for num_tokens in sizes:
+        x, ids, weights = _routing(num_tokens)
+        ends = torch.bincount(ids.flatten(), minlength=_NUM_EXPERTS).cumsum(0).int()
+        rows = x.repeat_interleave(_TOP_K, 0).to(e4m3)
+        hidden = torch.randn(len(rows), _INTER, device="cuda").to(e4m3)
+        ones = torch.ones(len(rows), device="cuda")
+
+        def peer(rows=rows, hidden=hidden, ends=ends, ones=ones) -> torch.Tensor:
+            grouped = torch.nn.functional.scaled_grouped_mm  # type: ignore[attr-defined]
+            product = functools.partial(grouped, offs=ends, use_fast_accum=True)
+            product(rows, gate_up.mT, ones, row_wise, by_row[0], row_wise)
+            return product(hidden, down.mT, ones, row_wise, by_row[1], row_wise)  # type: ignore[no-any-return]
+
+        yield Work(
+            shape=f"{_NUM_EXPERTS} top {_TOP_K}, {_DIM} x {_INTER}, {num_tokens}",
+            run=lambda x=x, ids=ids, weights=weights: fp8_experts(x, experts, ids, weights),  # type: ignore[misc]
+            num_bytes=ids.unique().numel() * 3 * _INTER * _DIM + 2 * x.nbytes,
+            num_operations=2 * num_tokens * _TOP_K * 3 * _INTER * _DIM,
+            peer=peer,
+            is_fp8=True,
         )
 
 
@@ -253,12 +313,23 @@ def sample_works() -> Iterator[Work]:
 
 WORKS: dict[str, Callable[[], Iterator[Work]]] = {
     "mla_decode": decode_works,
+    "mla_decode_fp8": fp8_decode_works,
     "mla_prefill": prefill_works,
     "gather_blocks": gather_works,
     "fused_experts": expert_works,
+    "fp8_experts": fp8_expert_works,
     "rows": row_works,
     "sample": sample_works,
 }
+
+
+def _peer_us(peer: Callable[[], object]) -> float | None:
+    """None where this release of torch, or its build for this card, lacks the operation."""
+    try:
+        return median_us(peer)
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        print(f"torch's own does not run here: {str(error).splitlines()[0]}")
+        return None
 
 
 def main() -> None:
@@ -266,9 +337,12 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*WORKS, []], help="kernels; all by default")
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     arguments = parser.parse_args()
-    bandwidth, rate = copy_bandwidth(), matrix_rate()
+    bandwidth, rate, fp8_rate = copy_bandwidth(), matrix_rate(), fp8_matrix_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    print(f"copy {bandwidth / 1e12:.2f} TB/s, bf16 matrix product {rate / 1e12:.0f} TFLOP/s")
+    print(
+        f"copy {bandwidth / 1e12:.2f} TB/s, matrix product {rate / 1e12:.0f} TFLOP/s in bf16, "
+        f"{fp8_rate / 1e12:.0f} in e4m3"
+    )
     figures = []
     for name in arguments.names or WORKS:
         for work in WORKS[name]():
@@ -277,10 +351,11 @@ def main() -> None:
                 kernel=name,
                 shape=work.shape,
                 time_us=time_us,
-                floor_us=1e6 * max(work.num_bytes / bandwidth, work.num_operations / rate),
+                floor_us=1e6
+                * max(work.num_bytes / bandwidth, work.num_operations / (fp8_rate if work.is_fp8 else rate)),
                 bandwidth_tb_s=work.num_bytes / time_us / 1e6,
                 rate_tflops=work.num_operations / time_us / 1e6,
-                peer_us=None if work.peer is None else median_us(work.peer),
+                peer_us=None if work.peer is None else _peer_us(work.peer),
             )
             figures.append(figure)
             print(figure.line(), flush=True)

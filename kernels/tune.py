@@ -104,12 +104,15 @@ def measure_on_card(kernel: str, problem: Problem) -> Measure:
 def _problems(kernel: str) -> Iterator[Problem]:
     """From the shapes of the benchmark, those that tell this kernel's entries apart."""
     works: Mapping[str, Callable[[], Iterator[bench.Work]]] = bench.WORKS
-    if kernel == "fused_experts":
+    if kernel in ("fused_experts", "fp8_experts"):
         # Tokens that bring half the bound's rows to each expert; the last entry has no bound.
         sizes = {16: 4, 64: 16, 512: 96, 2048: 400, 8192: None}
-        for (num_tokens, bound), work in zip(sizes.items(), bench.expert_works(tuple(sizes)), strict=True):
-            facts = {"bits": 16, "rows_per_expert": num_tokens * 6 / 64, "dim": 2048, "inter": 1408}
-            up_to = {"bits": 16.0} | ({"rows_per_expert": float(bound)} if bound else {})
+        make = bench.expert_works if kernel == "fused_experts" else bench.fp8_expert_works
+        for (num_tokens, bound), work in zip(sizes.items(), make(tuple(sizes)), strict=True):
+            facts = {"rows_per_expert": num_tokens * 6 / 64, "dim": 2048, "inter": 1408}
+            up_to = {"rows_per_expert": float(bound)} if bound else {}
+            if kernel == "fused_experts":
+                facts, up_to = {"bits": 16, **facts}, {"bits": 16.0, **up_to}
             yield Problem(up_to, facts, work.run)
         return
     work = next(work for work in works[kernel]() if "128 x 8192" in work.shape or kernel != "mla_decode")
