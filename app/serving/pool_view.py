@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from app.protocol import EngineStats
 from app.serving.monitor import ReplicaReport
@@ -29,6 +29,19 @@ class Share:
 
     num_seqs: int = 0
     num_prefill_tokens: int = 0  # of prompts without a first token
+    peak_seqs: int = 0  # since the peaks were last taken
+    peak_tokens: int = 0
+
+    def add(self, num_seqs: int, num_prefill_tokens: int) -> None:
+        self.num_seqs += num_seqs
+        self.num_prefill_tokens += num_prefill_tokens
+        self.peak_seqs = max(self.peak_seqs, self.num_seqs)
+        self.peak_tokens = max(self.peak_tokens, self.num_prefill_tokens)
+
+    def take_peaks(self) -> tuple[int, int]:
+        peaks = self.peak_seqs, self.peak_tokens
+        self.peak_seqs, self.peak_tokens = self.num_seqs, self.num_prefill_tokens
+        return peaks
 
 
 class Ticket:
@@ -52,12 +65,10 @@ class Ticket:
 
     def _move(self, place: Share | None, num_tokens: int) -> None:
         if self._place is not None:
-            self._place.num_seqs -= self._num_seqs
-            self._place.num_prefill_tokens -= self._num_tokens
+            self._place.add(-self._num_seqs, -self._num_tokens)
         self._place, self._num_tokens = place, num_tokens
         if place is not None:
-            place.num_seqs += self._num_seqs
-            place.num_prefill_tokens += num_tokens
+            place.add(self._num_seqs, num_tokens)
 
 
 @dataclass(slots=True)
@@ -66,7 +77,7 @@ class _Known:
 
     report: ReplicaReport
     arrived_s: float
-    own_then: Share = field(default_factory=Share)
+    own_peaks: tuple[int, int] = (0, 0)  # sequences and tokens before the last report came
     other_seqs: int = 0  # running and waiting, of other routers
     other_tokens: int = 0
     prefill_tokens: float = 0.0  # over a window that decays, as is the next
@@ -74,15 +85,15 @@ class _Known:
     admitted_seqs_per_s: float = 0.0
 
     def follow(self, report: ReplicaReport, arrived_s: float, own: Share) -> None:
-        """Take the next report. The own share may have grown or shrunk since it was made: the larger one is assumed."""
+        """Take the next report. It was made since the one before was, and the own share at its highest is assumed."""
         stats = report.stats
         self.measure(self.report.stats, stats, arrived_s - self.arrived_s)
         self.report, self.arrived_s = report, arrived_s
-        own_seqs = max(own.num_seqs, self.own_then.num_seqs)
-        own_tokens = max(own.num_prefill_tokens, self.own_then.num_prefill_tokens)
+        peaks = own.take_peaks()
+        own_seqs, own_tokens = (max(pair) for pair in zip(peaks, self.own_peaks, strict=True))
         self.other_seqs = max(0, stats.num_requests_running + stats.num_requests_waiting - own_seqs)
         self.other_tokens = max(0, stats.num_waiting_prefill_tokens - own_tokens)
-        self.own_then = Share(own.num_seqs, own.num_prefill_tokens)
+        self.own_peaks = peaks
 
     def measure(self, before: EngineStats, after: EngineStats, elapsed_s: float) -> None:
         spent_s = max(0.0, after.prefill_step_seconds - before.prefill_step_seconds)

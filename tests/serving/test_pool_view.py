@@ -46,11 +46,16 @@ def test_of_a_report_only_what_exceeds_the_own_share_is_others() -> None:
     view.update([(0.2, report(num_requests_running=5, num_waiting_prefill_tokens=450))], now=1.0)
     assert (only(view).running_seqs, only(view).waiting_prefill_tokens) == (2, 150)
     assert (only(view).load, only(view).sent_seqs) == (pytest.approx(5 + 450 / 2048), 3)
-    # They ended after the next report was made and before it came: nobody else's work.
-    for ticket in tickets:
+    # A report may come when what it saw has ended: nobody else's work.
+    burst = Ticket(view, 5, 900)
+    burst.send("a", 900)
+    for ticket in (burst, *tickets):
         ticket.close()
-    view.update([(0.9, report(num_requests_running=3, num_waiting_prefill_tokens=10))], now=2.0)
+    view.update([(0.9, report(num_requests_running=8, num_waiting_prefill_tokens=990))], now=2.0)
     assert only(view).load == 0.0
+    view.update([(0.9, report(num_requests_running=7))], now=3.0)
+    view.update([(0.9, report(num_requests_running=6))], now=4.0)
+    assert only(view).load == 6.0
 
 
 def test_what_exceeds_the_batch_waits() -> None:
