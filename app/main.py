@@ -26,7 +26,7 @@ ROUTER_ONGOING_REQUESTS = 100_000
 DRAIN_TIMEOUT_S = 600.0
 MAX_REPLICAS = 1000  # Serve's own bound; ours may change while it runs
 # How often replicas and monitor push their figures to Serve's controller, and how often they are asked for them.
-METRICS_INTERVAL_S, LOOK_BACK_S = 0.5, 1.0
+METRICS_INTERVAL_S, LOOK_BACK_S = 0.25, 1.0
 
 
 def router(args: dict[str, Any]) -> Application:

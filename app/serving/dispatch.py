@@ -63,12 +63,19 @@ class Dispatcher:
     """A router's side of one pool. For one event loop."""
 
     def __init__(
-        self, pool: PoolName, client: PoolClient, settings: Callable[[], RouterSettings], estimates: OutputEstimates
+        self,
+        pool: PoolName,
+        client: PoolClient,
+        settings: Callable[[], RouterSettings],
+        estimates: OutputEstimates,
+        on_hold: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_hold` is told of each prompt that finds no replica."""
         self._pool = pool
         self._client = client
         self._settings = settings
         self._estimates = estimates
+        self._on_hold = on_hold
         self._view = PoolView()
         self.gate = ZeroGate(pool)
         self._directory = PrefixDirectory()
@@ -150,9 +157,13 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         num_tokens = len(run.requests[0].prompt_token_ids)
         held_until_s = loop.time() + self._settings().max_hold_s
+        is_reported = False
         while not (replicas := self._view.replicas(loop.time())):
             if loop.time() - self._informed_s >= INFORMED_S:
                 return None
+            if not is_reported:
+                self._on_hold()
+                is_reported = True
             self.gate.check(deadline_s, loop.time())
             ticket.hold(num_tokens)
             await self._wait_for_replica(held_until_s, deadline_s)

@@ -21,7 +21,7 @@ logger = logging.getLogger("ray.serve")
 
 READ_PERIOD_S = 0.5  # of the policy's decisions
 STALE_AFTER_S = 10.0
-REJECTION_WINDOW_S = 10.0  # time constant of the rate of refused tokens
+REJECTION_WINDOW_S = 5.0  # time constant of the rate of refused tokens; after twice as long without any it is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class ScalingView:
         self._rejected: dict[tuple[str, PoolName], int] = {}  # by router, as last reported
         self._rejected_since: dict[PoolName, int] = defaultdict(int)
         self._rejected_per_s: dict[PoolName, float] = defaultdict(float)
+        self._rejected_s: dict[PoolName, float] = {}  # when it last grew
         self._rated_s = -math.inf
 
     def configure(self, settings: ScalingSettings) -> None:
@@ -88,9 +89,11 @@ class ScalingView:
         rejected = {
             (router, name): one.rejected_tokens for router, pools in routers.items() for name, one in pools.items()
         }
-        for key, total in rejected.items():
+        for (router, name), total in rejected.items():
             # A router's first report may tell of long ago.
-            self._rejected_since[key[1]] += max(0, total - self._rejected.get(key, total))
+            if (more := total - self._rejected.get((router, name), total)) > 0:
+                self._rejected_since[name] += more
+                self._rejected_s[name] = now
         self._rejected = rejected
 
     def stats(self, now: float) -> dict[str, float]:
@@ -102,13 +105,13 @@ class ScalingView:
                 rate = self._rejected_since.pop(name, 0) / elapsed_s if math.isfinite(elapsed_s) else 0.0
                 self._rejected_per_s[name] += part * (rate - self._rejected_per_s[name])
             self._rated_s = now
-        return monitor_stats(self._config, {name: self._demand(name) for name in self._settings})
+        return monitor_stats(self._config, {name: self._demand(name, now) for name in self._settings})
 
-    def _demand(self, name: PoolName) -> Demand:
+    def _demand(self, name: PoolName, now: float) -> Demand:
         # A pool that nobody has heard of is started once: routers must learn what it takes.
         held = self._held.get(name, 0) or (0 if name in self._known else 1)
-        rate = self._rejected_per_s[name]
-        return Demand(held, rate if rate > 1e-3 else 0.0)
+        is_rejecting = now - self._rejected_s.get(name, -math.inf) < 2 * REJECTION_WINDOW_S
+        return Demand(held, self._rejected_per_s[name] if is_rejecting else 0.0)
 
     def decisions(self, now: float) -> dict[PoolName, PoolDecision]:
         """What the policy last decided, nothing if that is long ago."""

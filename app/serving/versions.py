@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 
 from ray import serve
 
@@ -22,6 +23,7 @@ logger = logging.getLogger("ray.serve")
 
 POLL_PERIOD_S = 1.0
 WAITING_POLL_PERIOD_S = 0.2  # until the first snapshot, and while a request is held for want of a replica
+HELD_POLL_DELAY_S = 0.02  # many requests may be held at once
 
 
 class Version:
@@ -36,7 +38,11 @@ class Version:
         self._snapshot_s = -STALE_AFTER_S
         self.estimates = OutputEstimates(settings().expected_output_tokens)
         self._router_id = uuid.uuid4().hex
-        self._pools = {pool: Dispatcher(pool, PoolClient(config.app, pool), settings, self.estimates) for pool in POOLS}
+        self._held = asyncio.Event()
+        self._pools = {
+            pool: Dispatcher(pool, PoolClient(config.app, pool), settings, self.estimates, self._held.set)
+            for pool in POOLS
+        }
         self._monitor = serve.get_deployment_handle("monitor", app_name=config.app)
 
     @property
@@ -85,7 +91,12 @@ class Version:
             except Exception as error:  # not deployed yet, restarting, or its node is gone
                 logger.debug("no snapshot of %s: %s", self.app, type(error).__name__)
             is_waited_for = not self.limits or any(one.traffic.router_requests_held for one in self._pools.values())
-            await asyncio.sleep(WAITING_POLL_PERIOD_S if is_waited_for else POLL_PERIOD_S)
+            # The monitor hears at once of the first request that is held: a replica is started for it.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WAITING_POLL_PERIOD_S if is_waited_for else POLL_PERIOD_S):
+                    await self._held.wait()
+                    await asyncio.sleep(HELD_POLL_DELAY_S)
+            self._held.clear()
 
     def loads(self) -> dict[PoolName, PoolLoad]:
         return {pool: dispatcher.load() for pool, dispatcher in self._pools.items()}
