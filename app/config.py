@@ -63,7 +63,7 @@ class EngineConfig(FrozenModel):
     max_step_s: PositiveFloat | None = None
     max_passed_over_s: PositiveFloat = 30.0  # a request that waited so long goes first, whatever its priority
     cache_blocks: PositiveInt | None = None  # None: cache_memory_bytes decides
-    cache_memory_bytes: PositiveInt | None = None  # None: 256 MiB on CPU, 90% of the free memory on CUDA
+    cache_memory_bytes: PositiveInt | None = None  # None: 256 MiB on CPU, up to 90% of the free memory on CUDA
     cache_dtype: Literal["auto", "fp8"] = "auto"  # of the latents; auto: the model's. fp8: half the memory, inexact
     prefix_caching: bool = True
     batch_invariant: bool | None = None  # None: on for float32 on CPU, off elsewhere

@@ -193,7 +193,9 @@ def _slots_of(block_tables, key_starts, row, in_out, num_sequences, table_stride
     return block * BLOCK_SIZE + token % BLOCK_SIZE, is_key
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_sequences"])
+@triton.jit(
+    do_not_specialize=["num_keys", "num_sequences", "table_stride"], do_not_specialize_on_alignment=["block_tables"]
+)
 def _gather_kernel(
     cache,
     block_tables,
@@ -217,7 +219,9 @@ def _gather_kernel(
     tl.store(target, values, mask=in_out[:, None] & in_row[None, :])
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_sequences"])
+@triton.jit(
+    do_not_specialize=["num_keys", "num_sequences", "table_stride"], do_not_specialize_on_alignment=["block_tables"]
+)
 def _gather_fp8_kernel(
     latents,
     ropes,

@@ -237,7 +237,7 @@ def _attend_tile(
     return new_maximum, denominator, numerator
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+@triton.jit(do_not_specialize=["num_rows", "num_programs", "table_stride"])
 def _decode_kernel(
     q,
     value_cache,

@@ -169,7 +169,7 @@ def _load_query(q_row, head, column_start, target, head_stride, NUM_HEADS: gl.co
     target.store(gl.load(pointers, mask=(heads < NUM_HEADS)[:, None], other=0.0))
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_programs"])
+@gluon.jit(do_not_specialize=["num_rows", "num_programs", "table_stride"])
 def _decode_kernel(
     q,
     value_rows,

@@ -64,7 +64,8 @@ def plan_triton(
         num_programs,
         IS_RAGGED=query_starts is not None,
         TILE=PLAN_TILE,
-        BLOCK_ROWS=triton.next_power_of_2(max(num_queries, 1)),
+        # Few sizes: each is compiled once, the eager ones when they are met first.
+        BLOCK_ROWS=64 if num_queries <= 64 else max(1024, triton.next_power_of_2(num_queries)),
         BLOCK_PROGRAMS=triton.next_power_of_2(num_programs),
         **dependent_launch(device),
     )

@@ -21,8 +21,9 @@ from app.model.transformer import Transformer
 logger = logging.getLogger(__name__)
 SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32)
 LARGE_STEP = 32
-PROMPT_ROWS = (64, 128, 256, 512, 1024)
-MAX_PROMPT_SEQS = 128
+LATENT_ROWS = (64, 128, 256)
+EXPANDED_ROWS = (512, 1024)  # of prompts, besides the decodes
+MAX_DECODES_BESIDE_PROMPTS = 128
 # Latent attention reads the context once for every new token. Past so many products that takes longer than launching
 # a step of expanded keys and values kernel by kernel.
 MAX_CONTEXT_PRODUCTS = 2**20
@@ -49,8 +50,8 @@ class StepGraphs:
     ) -> None:
         """cache: [num_layers, num_blocks, block_size, cache_dim] on a CUDA device."""
         self._model, self._cache = model, cache
-        self._decodes = tuple(StepShape(size, size) for size in batch_sizes(max_num_seqs))
-        self._prompts = prompt_shapes(max_num_seqs, max_batched_tokens)
+        self._decodes = tuple(StepShape.of_decodes(size) for size in batch_sizes(max_num_seqs))
+        self._prompts = prompt_shapes(max_num_seqs, max_batched_tokens, num_parts=model.ranks.expert.size)
         shapes = self._decodes + self._prompts
         self._buffers = StepBuffers(
             max(shape.num_rows for shape in shapes),
@@ -103,8 +104,10 @@ class StepGraphs:
     def _choose(self, plan: StepPlan) -> StepShape | None:
         is_decode = len(plan.token_ids) == len(plan.num_new_tokens)
         shapes = self._decodes if is_decode else self._prompts
+        if context_products(plan) > MAX_CONTEXT_PRODUCTS:
+            shapes = tuple(shape for shape in shapes if shape.num_keys)
         best = first_holding(shapes, plan)
-        if best is None or (not is_decode and context_products(plan) > MAX_CONTEXT_PRODUCTS):
+        if best is None:
             return None
         if best not in self._graphs:
             self._misses[best] += 1
@@ -143,9 +146,19 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*sizes, max_num_seqs)
 
 
-def prompt_shapes(max_num_seqs: int, max_batched_tokens: int) -> tuple[StepShape, ...]:
-    """Padded sizes of steps with prompts, which have two rows or more: no larger than the largest step needs."""
-    needed = next((rows for rows in PROMPT_ROWS if rows >= max_batched_tokens), PROMPT_ROWS[-1])
-    return tuple(
-        StepShape(rows, min(max_num_seqs, MAX_PROMPT_SEQS, rows // 2)) for rows in PROMPT_ROWS if rows <= needed
-    )
+def prompt_shapes(max_num_seqs: int, max_batched_tokens: int, *, num_parts: int = 1) -> tuple[StepShape, ...]:
+    """Padded sizes of steps with prompts, in the order in which they are tried.
+
+    num_parts: that expert ranks cut the rows into; then decodes have no part of their own
+    """
+    decodes = min(max_num_seqs, MAX_DECODES_BESIDE_PROMPTS)
+    latent_rows = LATENT_ROWS if num_parts == 1 else LATENT_ROWS + EXPANDED_ROWS
+    shapes = [StepShape(rows, min(max_num_seqs, MAX_DECODES_BESIDE_PROMPTS, rows // 2)) for rows in latent_rows]
+    if num_parts == 1:
+        shapes += [
+            StepShape(decodes + rows, decodes + min(max_num_seqs, rows // 64), decodes, num_keys=2 * rows)
+            for rows in EXPANDED_ROWS
+        ]
+    # None larger than the largest step needs.
+    needed = next((index for index, shape in enumerate(shapes) if shape.num_rows >= max_batched_tokens), len(shapes))
+    return tuple(shapes[: needed + 1])

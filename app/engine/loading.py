@@ -16,6 +16,7 @@ from app.engine.graphs import StepGraphs
 from app.engine.runner import Runner
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Limits, Scheduler
+from app.engine.workspace import workspace_bytes
 from app.errors import CheckpointError, ConfigError, PreflightError
 from app.model.checkpoint import checkpoint_digest
 from app.model.config import ModelConfig
@@ -114,8 +115,9 @@ def build_runner(model: Transformer, config: EngineConfig) -> tuple[Runner, Cach
     """What runs steps on this rank; every rank makes one, with as many cache blocks as each of them has room for."""
     device, ranks = model.device, model.ranks
     layout = _cache_layout(config, model.config, device, model.dtype)
-    num_blocks = ranks.loading.smallest(_num_blocks(config, layout, device))
     limits = _limits(config, model.config, device)
+    workspace = workspace_bytes(model.config, limits, model.dtype.itemsize)
+    num_blocks = ranks.loading.smallest(_num_blocks(config, layout, device, workspace))
     cache = layout.allocate(num_blocks, device)
     graphs = None
     if device.type == "cuda":
@@ -216,15 +218,18 @@ def _cache_layout(config: EngineConfig, model: ModelConfig, device: torch.device
     return CacheLayout.of(model, dtype, is_fp8=is_fp8)
 
 
-def _num_blocks(config: EngineConfig, layout: CacheLayout, device: torch.device) -> int:
+def _num_blocks(config: EngineConfig, layout: CacheLayout, device: torch.device, workspace: int) -> int:
     if config.cache_blocks:
         return config.cache_blocks
     memory = config.cache_memory_bytes
     if memory is None:
-        memory = CPU_CACHE_BYTES if device.type == "cpu" else int(torch.cuda.mem_get_info()[0] * CUDA_CACHE_SHARE)
+        memory = CPU_CACHE_BYTES
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info()[0]
+            memory = min(int(free * CUDA_CACHE_SHARE), free - workspace)
     num_blocks = layout.num_blocks_in(memory)
     if num_blocks < 1:
         raise PreflightError(
-            f"engine.cache_memory_bytes: {memory} bytes hold no block of {layout.bytes_per_block} bytes"
+            f"engine.cache_memory_bytes: {max(memory, 0)} bytes hold no block of {layout.bytes_per_block} bytes"
         )
     return num_blocks

@@ -25,6 +25,7 @@ from app.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from app.protocol import EngineStats, FinishReason, GenerateRequest, TokenChunk, TokenLogprob
 
 RESERVE_SHARE = 0.05  # of all blocks, at most one per running sequence
+MAX_CANDIDATES = 64  # waiting sequences that a step looks at
 OLDEST_PROMPT_SHARE = 0.25  # of a step's prompt tokens: however many shorter prompts come, the oldest gets so many
 
 
@@ -112,9 +113,9 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Choose the next step's work and reserve its blocks; None if nothing can run.
 
-        Decodes come first, then prompts: each gets an equal share of the tokens left, the shortest first, so that
-        what it does not need goes to the longer ones; the oldest gets at least a quarter. A long prompt can so neither
-        hold up short ones nor be held up, however many come.
+        Decodes come first, then a quarter of what is left for the oldest prompt, then the others, those that lack the
+        least first: running ones that this step completes, waiting ones, and the rest. A long prompt can so neither
+        hold up short ones nor be held up, however many come; and few contexts are attended to in one step.
         """
         budget = self.limits.max_batched_tokens
         scheduled: dict[str, tuple[Sequence, int]] = {}
@@ -124,19 +125,21 @@ class Scheduler:
             if budget and seq in self._running and self._reserve(seq, scheduled):
                 scheduled[seq.request_id] = seq, 1
                 budget -= 1
-        prompts = sorted((seq for seq in self._running if seq.num_new_tokens > 1), key=lambda seq: seq.num_new_tokens)
+        prompts = sorted(
+            (seq for seq in self._running if seq.num_new_tokens > 1), key=lambda seq: (seq.num_new_tokens, seq.order)
+        )
         is_waited_for = bool(scheduled) or len(prompts) + len(self._waiting) > 1
         if is_waited_for:
             budget = min(budget, self._pacer.allowance)
-        has_room = bool(self._waiting) and len(self._running) < self.limits.max_num_seqs
-        if len(prompts) * OLDEST_PROMPT_SHARE > 1:  # else its equal share is no less
+        if prompts:
             oldest = min(prompts, key=lambda seq: seq.arrival_s)
             budget -= self._take(oldest, math.ceil(OLDEST_PROMPT_SHARE * budget), scheduled)
-        for index, seq in enumerate(prompts):
-            share = -(-budget // (len(prompts) - index + has_room))
-            budget -= self._take(seq, share, scheduled)
-        budget = self._admit(scheduled, budget)
-        for seq in prompts:  # what nobody was admitted for
+        completed = [seq for seq in prompts if seq.num_new_tokens <= min(budget, self.limits.max_chunk_tokens)]
+        for seq in completed:
+            budget -= self._take(seq, budget, scheduled)
+        left_over = min((seq.num_new_tokens for seq in prompts if seq not in completed), default=None)
+        budget = self._admit(scheduled, budget, left_over)
+        for seq in prompts:
             budget -= self._take(seq, budget, scheduled)
         return Batch.of(list(scheduled.values())) if scheduled else None
 
@@ -190,29 +193,39 @@ class Scheduler:
         self.stats.count_preemption()
         self._wait(seq)
 
-    def _admit(self, scheduled: dict[str, tuple[Sequence, int]], budget: int) -> int:
+    def _admit(self, scheduled: dict[str, tuple[Sequence, int]], budget: int, left_over: int | None) -> int:
         """Move waiting sequences to running while all their tokens can be reserved; returns the budget left.
 
-        Strictly in order, but for one exception: a sequence whose next prefix block is being computed right now waits
-        to share it. Nobody passes the oldest once it has waited for `max_passed_over_s`."""
+        left_over: what the shortest running prompt that this step does not complete lacks; None: there is no such one
+
+        In order, but for two exceptions: a sequence whose next prefix block is being computed right now waits to share
+        it, and a prompt that this step would not complete waits until no shorter one is left over. Nobody passes the
+        oldest once it has waited for `max_passed_over_s`.
+        """
         in_progress = {
             seq.block_keys[seq.num_published_blocks]
             for seq in self._running
             if seq.num_published_blocks < len(seq.block_keys) and seq.num_new_tokens > 1
         }
         overdue = self._overdue()
-        for seq in sorted(self._waiting, key=lambda seq: seq is not overdue):  # stable
+        for seq in sorted(self._waiting, key=lambda seq: seq is not overdue)[:MAX_CANDIDATES]:  # stable
             if budget == 0 or len(self._running) >= self.limits.max_num_seqs:
                 break
             shared = self._cached_prefix(seq)
             is_shared_soon = len(shared) < len(seq.block_keys) and seq.block_keys[len(shared)] in in_progress
             if is_shared_soon and seq is not overdue:
                 continue
+            lacking = seq.num_tokens - len(shared) * self._layout.block_size
+            is_completed = lacking <= min(budget, self.limits.max_chunk_tokens)
+            if not is_completed and left_over is not None and lacking >= left_over and seq is not overdue:
+                continue
             missing = self._layout.num_blocks_of(seq.num_tokens) - len(shared)
             if self._running and missing + self.pool.num_evictable(shared) + self._reserve_blocks > self.pool.num_free:
                 break
             self._start(seq, shared, missing)
             budget -= self._take(seq, budget, scheduled)
+            if not is_completed:
+                left_over = lacking
             if seq.num_published_blocks < len(seq.block_keys):
                 in_progress.add(seq.block_keys[seq.num_published_blocks])
         return budget

@@ -5,6 +5,10 @@ A step fills them with two copies from pinned memory, N rows and S sequences of 
     words64 | token_ids: N | positions: N | slots: N | logit_rows: S |
     words32 | context_lens: S | query_starts: S + 1 | block_tables: S x W |
 
+Rows and sequences of decodes have a part of their own at the front, if their number does not change the launches:
+
+    rows | d0 d1 pad pad | p0 p0 p0 p1 p1 pad |      num_decodes: 4; logits still come in the order d0 d1 p0 p1
+
 Padding rows have slot -1 and padding sequences no rows and no context: they write nothing, attend to nothing and meet
 no expert. Where expert ranks split the rows, words64 hold those of all ranks and words32 what this rank's are part of.
 """
@@ -20,19 +24,31 @@ from app.engine.plan import StepPlan, logit_rows_of
 from app.model.inputs import ModelInput, SharedRows
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class StepShape:
-    """The padded size of a step. As many sequences as rows: a step of decodes, row i belongs to sequence i."""
+    """The padded size of a step, and how its prompts attend.
+
+    num_keys > 0: to the expanded keys and values of their contexts, that many at most. Else every row of the step
+    attends in latent space, which reads the context once per row and takes any length of it.
+    """
 
     num_rows: int
     num_seqs: int
+    num_decodes: int = 0  # rows, and sequences, at the front that decodes alone may have
+    num_keys: int = 0
 
-    @property
-    def is_decode(self) -> bool:
-        return self.num_rows == self.num_seqs
+    @classmethod
+    def of_decodes(cls, size: int) -> StepShape:
+        return cls(size, size, size)
 
     def holds(self, plan: StepPlan) -> bool:
-        return len(plan.token_ids) <= self.num_rows and len(plan.num_new_tokens) <= self.num_seqs
+        num_decodes = plan.num_decodes if self.num_decodes else 0
+        return (
+            num_decodes <= self.num_decodes
+            and len(plan.token_ids) - num_decodes <= self.num_rows - self.num_decodes
+            and len(plan.num_new_tokens) - num_decodes <= self.num_seqs - self.num_decodes
+            and (not self.num_keys or int(plan.context_lens[num_decodes:].sum()) <= self.num_keys)
+        )
 
 
 class StepBuffers:
@@ -71,16 +87,25 @@ class StepBuffers:
         if self._num_parts > 1:
             own = plan.cut(first, end)
             starts, _, _ = own.rows(self._block_size)
-        num_seqs, width = own.block_tables.shape
+        has_front = shape.num_decodes > 0 and self._num_parts == 1
+        front, num_decodes = (shape.num_decodes, plan.num_decodes) if has_front else (0, 0)
+        gap, num_seqs = front - num_decodes, len(own.num_new_tokens)
         for target, values, padding in (
             (token_ids, plan.token_ids, 0), (positions, places, 0), (slots, all_slots, -1),
-            (logit_rows, last_rows, 0 if own is plan else -1),
-            (context_lens, own.context_lens, 0), (query_starts, starts, len(own.token_ids)),
+            (context_lens, own.context_lens, 0),
         ):  # fmt: skip
-            words = target.numpy()
-            words[: len(values)] = values
-            words[len(values) :] = padding
-        tables.numpy()[:num_seqs, :width] = own.block_tables
+            words, last = target.numpy(), gap + len(values)
+            words[:num_decodes], words[num_decodes:front] = values[:num_decodes], padding
+            words[front:last], words[last:] = values[num_decodes:], padding
+        words = query_starts.numpy()
+        words[:front] = np.arange(front)
+        words[front : gap + num_seqs + 1], words[gap + num_seqs + 1 :] = starts[num_decodes:] + gap, starts[-1] + gap
+        words = logit_rows.numpy()
+        words[: len(last_rows)], words[len(last_rows) :] = last_rows, 0 if own is plan else -1
+        words[num_decodes : len(last_rows)] += gap
+        words, width = tables.numpy(), own.block_tables.shape[1]
+        words[:num_decodes, :width] = own.block_tables[:num_decodes]
+        words[front : gap + num_seqs, :width] = own.block_tables[num_decodes:]
         used64 = sum(len(part) for part in (token_ids, positions, slots, logit_rows))
         used32 = len(context_lens) + len(query_starts) + tables.numel()
         self._device64[:used64].copy_(self._host64[:used64], non_blocking=True)
@@ -104,7 +129,8 @@ class StepBuffers:
             context_lens=context_lens,
             block_tables=tables,
             logit_rows=logit_rows,
-            num_decodes=len(context_lens) if shape.is_decode else 0,
+            num_decodes=min(shape.num_decodes, len(context_lens)),
+            num_keys=shape.num_keys,
             host_query_starts=None,
             host_context_lens=None,
             shared=shared,

@@ -36,9 +36,10 @@ class ModelInput:
     logit_rows: torch.Tensor  # [num_seqs] int64: the row of each sequence's last token
     num_decodes: int  # sequences [0, num_decodes) have one query token each
     # The same numbers on the host, so that no kernel launch needs a device sync. None: the device alone will know them,
-    # when a graph of the step is replayed; launches depend on shapes then, and every row attends in latent space.
+    # when a graph of the step is replayed; launches depend on shapes and on num_keys then.
     host_query_starts: tuple[int, ...] | None
     host_context_lens: tuple[int, ...] | None
     # Set if expert ranks split the step. The other fields then hold this rank's rows, and of sequences what these rows
     # are part of; slots are -1, and logit_rows are [all sequences], -1 where another rank holds the row.
     shared: SharedRows | None = None
+    num_keys: int = 0  # room for the contexts of all prefill chunks; 0: only the host's lengths tell

@@ -56,6 +56,7 @@ def test_bfloat16_generates_sensible_text(on_cpu: dict[str, list[int]]) -> None:
 
 def test_repeated_runs_are_bitwise_equal_and_memory_does_not_grow() -> None:
     engine = make_engine("cuda", "bfloat16")
+    engine.warm_up(is_complete=True)
     first = greedy_tokens(engine)
     engine.reset()
     before = torch.cuda.memory_allocated()

@@ -86,6 +86,17 @@ def test_prompts_share_a_step_and_the_shortest_needs_the_least() -> None:
     assert work_of(run_step(scheduler)[0]) == {"short": 1, "long": 11}
 
 
+def test_prompts_of_one_length_are_computed_one_after_the_other() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_batched_tokens=12, max_chunk_tokens=12, prefix_caching=False)
+    for name in ("a", "b", "c"):
+        scheduler.add(request(name, 20))
+    steps = [work_of(run_step(scheduler)[0]) for _ in range(4)]
+    assert steps[0] == {"a": 12}
+    assert steps[1] == {"a": 8, "b": 4}
+    assert steps[2] == {"a": 1, "b": 11}
+    assert steps[3] == {"a": 1, "b": 5, "c": 6}
+
+
 def test_steps_are_shortened_while_others_wait_for_them() -> None:
     limits = {"max_batched_tokens": 2000, "max_chunk_tokens": 2000, "max_model_len": 6000}
     scheduler = make_scheduler(num_blocks=2000, max_step_s=0.1, **limits)
@@ -102,7 +113,9 @@ def test_steps_are_shortened_while_others_wait_for_them() -> None:
     counts = [timed_step(0.001)["long"] for _ in range(6)]
     assert counts[0] == 1999, "nothing is known yet"
     assert max(counts[1:]) <= 125 and min(counts[1:]) >= 80, "100 tokens fit a tenth of a second"
-    assert all(count <= 64 for count in [timed_step(0.01)["long"] for _ in range(4)][1:]), "never below the least"
+    assert all(count <= 2000 // 16 for count in [timed_step(0.01)["long"] for _ in range(4)][1:]), (
+        "never below the least"
+    )
     scheduler.abort("talking")
     assert timed_step(0.001)["long"] > 1000, "alone again"
 

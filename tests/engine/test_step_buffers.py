@@ -34,7 +34,7 @@ def make_buffers(part: int = 0, num_parts: int = 1) -> StepBuffers:
 @pytest.mark.parametrize("shape", [StepShape(8, 4), StepShape(64, 16)], ids=str)
 def test_a_mixed_step_is_the_eager_steps_input_padded(shape: StepShape) -> None:
     buffers = make_buffers()
-    buffers.fill(plan_of([1] * 4, [40, 41, 42, 43]), StepShape(4, 4))  # what a smaller step leaves behind
+    buffers.fill(plan_of([1] * 4, [40, 41, 42, 43]), StepShape.of_decodes(4))  # what a smaller step leaves behind
     plan = plan_of([1, 5, 2], [9, 13, 2])
     buffers.fill(plan, shape)
     inputs, expected = buffers.inputs(shape), to_model_input(plan, BLOCK_SIZE, CPU)
@@ -51,10 +51,11 @@ def test_a_mixed_step_is_the_eager_steps_input_padded(shape: StepShape) -> None:
 
 
 def test_a_step_of_decodes_has_a_row_per_sequence() -> None:
-    buffers, shape = make_buffers(), StepShape(4, 4)
+    buffers, shape = make_buffers(), StepShape.of_decodes(4)
     buffers.fill(plan_of([1, 1, 1], [9, 13, 2]), shape)
     inputs = buffers.inputs(shape)
-    assert shape.is_decode and inputs.num_decodes == 4
+    assert inputs.num_decodes == 4 and inputs.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert inputs.logit_rows.tolist() == [0, 1, 2, 0]
     assert inputs.positions.tolist() == [8, 12, 1, 0] and inputs.context_lens.tolist() == [9, 13, 2, 0]
     put_sampled(buffers.token_ids(3), torch.arange(1000, 1200), Group())
     assert inputs.token_ids.tolist() == [1100, 1101, 1102, 0], "rows of the step before became its tokens"
@@ -108,12 +109,30 @@ def test_padded_batch_sizes_cover_every_count_up_to_the_limit(limit: int) -> Non
     assert all(any(count <= size < count + 32 for size in sizes) for count in range(1, limit + 1))
 
 
+def test_decodes_beside_expanded_prompts_have_rows_of_their_own() -> None:
+    buffers, shape = make_buffers(), StepShape(24, 7, num_decodes=4, num_keys=40)
+    plan = plan_of([1, 1, 5, 2], [9, 4, 13, 2])
+    buffers.fill(plan, shape)
+    inputs = buffers.inputs(shape)
+    assert inputs.token_ids.tolist() == [100, 101, 0, 0, *range(102, 109)] + [0] * 13
+    assert inputs.positions[:11].tolist() == [8, 3, 0, 0, 8, 9, 10, 11, 12, 0, 1]
+    assert [row for row, slot in enumerate(inputs.slots.tolist()) if slot >= 0] == [0, 1, *range(4, 11)]
+    assert inputs.context_lens.tolist() == [9, 4, 0, 0, 13, 2, 0]
+    assert inputs.query_starts.tolist() == [0, 1, 2, 3, 4, 9, 11, 11]
+    assert inputs.logit_rows.tolist() == [0, 1, 8, 10, 0, 0, 0], "in the order of the plan"
+    assert inputs.block_tables[4, :4].tolist() == plan.block_tables[2].tolist()
+    assert (inputs.num_decodes, inputs.num_keys) == (4, 40)
+
+
 def test_prompt_shapes_hold_the_largest_step_up_to_their_bound() -> None:
-    assert [shape.num_rows for shape in prompt_shapes(8, 300)] == [64, 128, 256, 512]
-    assert prompt_shapes(512, 16384)[-1] == StepShape(1024, 128)
+    assert [shape.num_rows for shape in prompt_shapes(8, 300)] == [64, 128, 256, 520]
+    assert prompt_shapes(512, 16384)[-1] == StepShape(1152, 144, 128, num_keys=2048)
     assert prompt_shapes(1, 32) == (StepShape(64, 1),)
     shapes = prompt_shapes(512, 16384)
     assert first_holding(shapes, plan_of([1] * 40 + [30], [5] * 40 + [30])) == StepShape(128, 64), "41 sequences"
+    assert first_holding(shapes, plan_of([1] * 128 + [512], [5] * 128 + [1024])) == shapes[3]
+    assert first_holding(shapes, plan_of([1] * 129 + [512], [5] * 129 + [512])) is None, "too many decodes"
+    assert first_holding(shapes, plan_of([512], [1025])) == shapes[4], "too many keys"
     assert first_holding(shapes, plan_of([1025], [1025])) is None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.model.attention import mla
 from app.model.inputs import ModelInput
 from app.model.transformer import Transformer
 from tests.checkpoints import FAMILIES, load_oracle, oracle_logits, random_prompt, save_random_checkpoint
@@ -70,11 +71,15 @@ def test_a_mixed_step_equals_the_oracle(checkpoint_of: CheckpointOf, family: str
         assert (row - oracle_logits(checkpoint.oracle, prompt)[-1]).abs().max() <= MAX_LOGIT_DIFF
 
 
+@pytest.mark.parametrize("num_keys", [0, 300], ids=["latent", "expanded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_padded_step_without_host_lengths_equals_the_oracle(checkpoint_of: CheckpointOf, family: str) -> None:
+def test_a_padded_step_without_host_lengths_equals_the_oracle(
+    checkpoint_of: CheckpointOf, family: str, num_keys: int
+) -> None:
     """What a graph is captured from: more rows and sequences than there are, lengths on the device alone."""
     checkpoint = checkpoint_of(family)
     driver = PaddedDriver(checkpoint.transformer(absorbed_prefill=False))
+    driver.num_keys = num_keys
     prompts = [random_prompt(length, seed=length) for length in (65, 130, 40)]
     first, second, third = (driver.add(prompt) for prompt in prompts)
     driver.step({first: 64, second: 100})
@@ -84,6 +89,8 @@ def test_a_padded_step_without_host_lengths_equals_the_oracle(checkpoint_of: Che
 
 
 class PaddedDriver(Driver):
+    num_keys = 0
+
     def _inputs(self, ordered: list[int], work: dict[int, int]) -> ModelInput:
         inputs = super()._inputs(ordered, work)
         rows, seqs, last = 12, 3, int(inputs.query_starts[-1])
@@ -98,7 +105,24 @@ class PaddedDriver(Driver):
             block_tables=pad(inputs.block_tables, (0, 2, 0, seqs), value=10**6),
             host_query_starts=None,
             host_context_lens=None,
+            num_decodes=inputs.num_decodes if self.num_keys else 0,
+            num_keys=self.num_keys,
         )
+
+
+def test_prompts_of_many_keys_are_expanded_in_parts(
+    checkpoint_of: CheckpointOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three chunks and a decode, of which two chunks fit a part; the last part has the padding."""
+    monkeypatch.setattr(mla, "MAX_KEYS", 140)
+    checkpoint = checkpoint_of(next(iter(FAMILIES)))
+    driver = Driver(checkpoint.transformer(absorbed_prefill=False))
+    prompts = [random_prompt(length, seed=length) for length in (65, 130, 40, 90)]
+    first, second, third, fourth = (driver.add(prompt) for prompt in prompts)
+    driver.step({first: 64, second: 100, fourth: 70})
+    logits = driver.step({third: 40, first: 1, fourth: 20, second: 30})
+    for row, prompt in zip(logits, [prompts[2], prompts[0], prompts[3], prompts[1]], strict=True):
+        assert (row - oracle_logits(checkpoint.oracle, prompt)[-1]).abs().max() <= MAX_LOGIT_DIFF
 
 
 @pytest.mark.parametrize(

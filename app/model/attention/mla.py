@@ -29,6 +29,7 @@ from kernels.mla_prefill import mla_prefill
 from kernels.mla_rope_cache import mla_rope_cache
 from kernels.rms_norm import rms_norm
 
+MAX_KEYS = 2**17  # expanded at a time: some 10 KB each
 LATENT_NORM_EPS = 1e-6  # of the two inner norms, whatever rms_norm_eps says
 
 
@@ -72,53 +73,73 @@ class AbsorbedRows:
 
 @dataclass(frozen=True, slots=True)
 class ExpandedRows:
-    """The step's other rows: prefill chunks, which attend to the expanded keys and values of their whole context."""
+    """Prefill chunks, which attend to the expanded keys and values of their whole context: some of the step's."""
 
+    rows: slice  # of the step
     block_tables: torch.Tensor  # [B, max_blocks] int32
     context_lens: torch.Tensor  # [B] int32
-    query_starts: torch.Tensor  # [B + 1] int32, counted from the first of these rows
+    query_starts: torch.Tensor  # [B + 1] int32, counted from the first of the rows
     key_starts: torch.Tensor  # [B + 1] int32: the contexts one after the other
     num_keys: int
     max_query_len: int
     max_key_len: int
 
     @classmethod
-    def of(cls, inputs: ModelInput) -> ExpandedRows:
-        if inputs.host_query_starts is None or inputs.host_context_lens is None:
-            raise ValueError("inputs: expanded rows need their lengths on the host")
-        first = inputs.num_decodes
-        context_lens = inputs.context_lens[first:]
-        starts, lens = inputs.host_query_starts[first:], inputs.host_context_lens[first:]
+    def parts_of(cls, inputs: ModelInput) -> tuple[ExpandedRows, ...]:
+        """All chunks of the step, cut so that no part has more than MAX_KEYS keys or one sequence."""
+        num_rows, first, end = inputs.token_ids.shape[0], inputs.num_decodes, inputs.context_lens.shape[0]
+        starts, lens = inputs.host_query_starts, inputs.host_context_lens
+        if starts is None or lens is None:
+            rows = slice(first, num_rows)
+            return (cls._of(inputs, first, end, rows, inputs.num_keys, num_rows - first, inputs.num_keys),)
+        parts = []
+        while first < end:
+            after = first + 1
+            while after < end and sum(lens[first : after + 1]) <= MAX_KEYS:
+                after += 1
+            rows = slice(starts[first], starts[after] if after < end else num_rows)  # the last part has the padding
+            longest = max(end - start for start, end in pairwise(starts[first : after + 1]))
+            parts.append(cls._of(inputs, first, after, rows, sum(lens[first:after]), longest, max(lens[first:after])))
+            first = after
+        return tuple(parts)
+
+    @classmethod
+    def _of(
+        cls, inputs: ModelInput, first: int, end: int, rows: slice, num_keys: int, max_query_len: int, max_key_len: int
+    ) -> ExpandedRows:
+        context_lens = inputs.context_lens[first:end]
         return cls(
-            block_tables=inputs.block_tables[first:],
+            rows=rows,
+            block_tables=inputs.block_tables[first:end],
             context_lens=context_lens,
-            query_starts=inputs.query_starts[first:] - first,
+            query_starts=inputs.query_starts[first : end + 1] - rows.start,
             key_starts=F.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0)),
-            num_keys=sum(lens),
-            max_query_len=max(end - start for start, end in pairwise(starts)),
-            max_key_len=max(lens),
+            num_keys=num_keys,
+            max_query_len=max_query_len,
+            max_key_len=max_key_len,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What a step's layers share; every row is in exactly one of the two parts, padding in the last one.
+    """What a step's layers share; every row is in exactly one part, padding in the last one.
 
-    A step without any sequence, of a rank that has none of the rows, has neither part.
+    A step without any sequence, of a rank that has none of the rows, has no part.
     """
 
     inputs: ModelInput
     absorbed: AbsorbedRows | None
-    expanded: ExpandedRows | None
+    expanded: tuple[ExpandedRows, ...]
 
     @classmethod
     def of(
         cls, inputs: ModelInput, *, absorbed_prefill: bool, num_heads: int, block_size: int, backend: Backend | None
     ) -> AttentionStep:
         num_rows, num_seqs = inputs.token_ids.shape[0], inputs.context_lens.shape[0]
-        expanded = None
-        if not absorbed_prefill and inputs.host_context_lens is not None and inputs.num_decodes < num_seqs:
-            expanded = ExpandedRows.of(inputs)
+        expanded: tuple[ExpandedRows, ...] = ()
+        has_sizes = inputs.host_context_lens is not None or inputs.num_keys > 0
+        if not absorbed_prefill and has_sizes and inputs.num_decodes < num_seqs:
+            expanded = ExpandedRows.parts_of(inputs)
             num_rows = num_seqs = inputs.num_decodes
         absorbed = None
         if num_rows and num_seqs:
@@ -164,8 +185,7 @@ class MlaAttention:
         parts = []
         if step.absorbed is not None:
             parts.append(self._attend_absorbed(q[: step.absorbed.num_rows], step.absorbed, cache))
-        if step.expanded is not None:
-            parts.append(self._attend_expanded(q[step.inputs.num_decodes :], step.expanded, cache))
+        parts += [self._attend_expanded(q[part.rows], part, cache) for part in step.expanded]
         if not parts:
             parts.append(q.new_zeros(q.shape[0], self._num_heads, self._value_dim))
         heads = parts[0] if len(parts) == 1 else torch.cat(parts)
