@@ -41,6 +41,7 @@ class ModelSource(FrozenModel):
     path: str = "embedded"  # a folder in Hugging Face layout; "embedded" is app/assets/tiny
     name: str = "longspan-tiny"  # the `model` clients send
     digest: str | None = None  # sha256 over the checkpoint's manifest; a mismatch refuses to load
+    weights: Literal["files", "random"] = "files"  # random: its shapes and its speed, for measuring without its files
 
     @property
     def folder(self) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from app.model.config import ModelConfig
 from app.model.parallel import RankPlace, Ranks
 from app.model.sharding import Shard
 from app.model.transformer import Transformer
-from app.model.weights import load_weights
+from app.model.weights import load_weights, random_weights
 from app.protocol import GenerateRequest, SamplingParams
 from kernels import native, tuning
 
@@ -67,9 +68,11 @@ def load_model(source: ModelSource, config: EngineConfig, place: RankPlace | Non
     if place is not None:
         shard = Shard.of(model_config, place.rank, place.tensor, place.expert, place.expert_placement)
         ranks = Ranks.join(place, device)
-    weights = load_weights(
-        source.folder, model_config, device=device, dtype=dtype, backend=config.kernel_backend, shard=shard
-    )
+    if source.weights == "random":
+        fill = partial(random_weights, model_config, seed=0)
+    else:
+        fill = partial(load_weights, source.folder, model_config)
+    weights = fill(device=device, dtype=dtype, backend=config.kernel_backend, shard=shard)
     return Transformer(
         model_config, weights, device=device, dtype=dtype, backend=config.kernel_backend, ranks=ranks,
         absorbed_prefill=is_batch_invariant(config, device, dtype),
