@@ -11,7 +11,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +31,13 @@ LATE = 2  # whose prompts are still computed
 STREAM = PlannedRequest(0.0, 32, 1900)
 LATE_REQUEST = PlannedRequest(0.0, 1900, 16)
 PROBE = PlannedRequest(0.0, 8, 1)
+# Keeps the other pool from being idle, so that no request spills into it.
+OTHER_POOL = PlannedRequest(0.0, 32, 15_000)
 PROBE_PERIOD_S = 0.25
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 120.0
 CLEAN_TIMEOUT_S = 60.0  # after the first answer: a frozen rank 0 has its grace period
+REPORTED_S = 2.5  # by then routers have heard of a request that runs
 _POLL_S = 0.05
 
 
@@ -157,13 +161,27 @@ async def fault_runs(
         raise UnavailableError(f"no Ray cluster at {address}: {error}") from None
     try:
         runs = []
-        async with Client(url, timeout_s=ANSWER_TIMEOUT_S) as client:
+        async with Client(url, timeout_s=ANSWER_TIMEOUT_S) as client, _occupied_other_pool(url):
             for fault in faults:
                 runs.append(await _run(fault, client))
                 report(_line(runs[-1]))
         return runs
     finally:
         ray.shutdown()
+
+
+@asynccontextmanager
+async def _occupied_other_pool(url: str) -> AsyncIterator[None]:
+    async with Client(url, timeout_s=3600.0) as client:
+        record = RequestRecord(OTHER_POOL)
+        task = asyncio.create_task(client.send(_PROMPTS.body(OTHER_POOL), record, 0.0))
+        try:
+            await _until_streaming([record])
+            await asyncio.sleep(REPORTED_S)
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def _run(fault: Fault, client: Client) -> FaultRun:
