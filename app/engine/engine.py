@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -261,8 +261,9 @@ class Engine:
             self._scheduler.abort(request_id, reason)
 
     def stats(self) -> EngineStats:
+        expert_tokens = self._runner.expert_counts.snapshot()
         with self._changed:
-            return self._scheduler.snapshot()
+            return replace(self._scheduler.snapshot(), expert_tokens=expert_tokens)
 
     def check_health(self, stall_s: float = 60.0) -> None:
         """Raise EngineError if the thread is gone, or if work has waited `stall_s` seconds without a step."""
@@ -279,6 +280,7 @@ class Engine:
         """Forget cached prefixes and counts, as if just started. For an engine without work."""
         with self._changed:
             self._scheduler.reset()
+        self._runner.expert_counts.reset()
 
     def check_integrity(self) -> None:
         with self._changed:

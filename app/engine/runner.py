@@ -9,6 +9,7 @@ import torch
 
 from app.engine.batch import Batch
 from app.engine.channel import Channel, Kind
+from app.engine.expert_counts import ExpertCounts
 from app.engine.graphs import StepGraphs
 from app.engine.plan import StepPlan, put_sampled, to_model_input
 from app.errors import RankLostError
@@ -24,6 +25,7 @@ class Runner:
         self._cache = cache
         self._graphs = graphs
         self._channel = Channel(model.ranks)
+        self.expert_counts = ExpertCounts(model.expert_counts)
 
     @property
     def num_blocks(self) -> int:
@@ -65,6 +67,7 @@ class Runner:
         """
         plan = StepPlan.of(batch)
         self._channel.send(Kind.STEP, plan.pack() if self.beat_period_s else None)
+        self.expert_counts.refresh()
         return self._run(plan, previous_token_ids)
 
     def stop(self) -> None:

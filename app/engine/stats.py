@@ -87,6 +87,7 @@ class StatsRecorder:
             **{name: self._counts[name] for name in _COUNTERS},
             prefill_step_seconds=self._prefill_step_s,
             request_success=dict(self._finished),
+            expert_tokens={},  # counted where the experts are
             time_to_first_token_seconds=self._ttft.snapshot(),
             inter_token_latency_seconds=self._itl.snapshot(),
             e2e_request_latency_seconds=self._e2e.snapshot(),

@@ -81,12 +81,19 @@ class Transformer:
         cos_sin = rope_table(config, device)
         self._layers = [DecoderLayer(config, layer, cos_sin, backend, self.ranks) for layer in weights.layers]
 
-    @property
-    def expert_counts(self) -> dict[int, torch.Tensor]:
-        """By layer: [num_experts] int64, how often each expert was chosen so far."""
-        return {
-            index: layer.mlp.counts for index, layer in enumerate(self._layers) if not isinstance(layer.mlp, GatedMlp)
-        }
+        self.expert_counts = self._share_counts()
+
+    def _share_counts(self) -> dict[int, torch.Tensor]:
+        """By layer: [num_experts] int64, how often each expert was chosen so far; empty where this is not counted."""
+        layers = {i: layer.mlp for i, layer in enumerate(self._layers) if not isinstance(layer.mlp, GatedMlp)}
+        is_counted = self.device.type == "cpu" or any(isinstance(mlp, SpreadExperts) for mlp in layers.values())
+        if not layers or not is_counted:
+            return {}
+        # One tensor, so that a device copies all of them at once.
+        rows = torch.stack([mlp.counts for mlp in layers.values()])
+        for mlp, counts in zip(layers.values(), rows, strict=True):
+            mlp.counts = counts
+        return dict(zip(layers, rows, strict=True))
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInput, cache: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

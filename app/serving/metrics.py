@@ -50,6 +50,7 @@ METRICS = (
     MetricSpec("num_preemptions", "counter", "Sequences preempted."),
     MetricSpec("num_steps", "counter", "Engine steps."),
     MetricSpec("request_success", "counter", "Requests that ended, by reason.", label="finished_reason"),
+    MetricSpec("expert_tokens", "counter", "Tokens routed to each expert, as layer.expert.", label="expert"),
     MetricSpec("time_to_first_token_seconds", "histogram", "Arrival at the engine to the first token."),
     MetricSpec("inter_token_latency_seconds", "histogram", "Between consecutive tokens of a sequence."),
     MetricSpec("e2e_request_latency_seconds", "histogram", "Arrival at the engine to the last token."),
