@@ -156,6 +156,38 @@ def edited(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
             "application pools: args.short.engine.max_model_len: 20000 exceeds the model's context of 16384",
         ),
         (
+            lambda d: pools(d)["long"]["engine"].update(max_model_len=2048),
+            "application pools: args.short.engine.max_model_len: 4096 exceeds the long pool's 2048",
+        ),
+        (
+            lambda d: application(d, "router")["args"].update(settings={"short_max_cost_tokens": 16_385}),
+            "application router: args.settings.short_max_cost_tokens: 16385 exceeds the context",
+        ),
+        (
+            lambda d: application(d, "router").update(
+                deployments=[{"name": "router", "user_config": {"short_max_cost_tokens": 5000}}]
+            ),
+            "application router: deployments.0.user_config.short_max_cost_tokens: 5000 exceeds max_model_len 4096",
+        ),
+        (
+            lambda d: pools(d).update(scaling={"short": {"min_replicas": 3, "max_replicas": 2}}),
+            "application pools: args.scaling.short.max_replicas: must be at least min_replicas",
+        ),
+        (
+            lambda d: pools(d).update(scaling={"short": {}, "budget": 0.5}),
+            "application pools: args.scaling.budget: must be at least 1",
+        ),
+        (
+            lambda d: pools(d).update(scaling={"short": {"max_replicas": 2}}),
+            "application pools: autoscaling_policy.policy_function: must be app.serving.autoscaling:PoolsPolicy",
+        ),
+        (
+            lambda d: application(d, "pools").update(
+                deployments=[{"name": "monitor", "user_config": {"short": {"max_step": 0}}}]
+            ),
+            "application pools: deployments.0.user_config.short.max_step: ",
+        ),
+        (
             lambda d: pools(d).update(model={"path": "${LONGSPAN_UNSET}"}),
             "application pools: args.model.path: the environment",
         ),

@@ -1,0 +1,148 @@
+"""Pools that follow their load on real Serve. Bounds are generous: `longspan bench scenario scale-up` measures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from app.bench.scale_up import Watch, from_zero, overload, watching
+from app.bench.server import LocalServer
+from tests.cluster.conftest import ROOT
+
+CONFIG = ROOT / "serve_configs" / "autoscale.yaml"
+DECISION_S = 15.0
+RUNNING_S = 60.0
+LONG = {"prompt": [10] * 2500, "max_tokens": 2, "temperature": 0}
+SHORT = {"prompt": "Good morning", "max_tokens": 2}
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def local_server(*, budget: float = 3, long: dict[str, Any] | None = None, **pools: dict[str, Any]) -> LocalServer:
+    """serve_configs/autoscale.yaml with other settings for pools, and `long` in place of the long pool's args."""
+    document = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    (args,) = (application["args"] for application in document["applications"] if application["name"] == "pools")
+    settings = {name: {**args["scaling"][name], **pools.get(f"{name}_pool", {})} for name in ("short", "long")}
+    changed = {"scaling": {**settings, "budget": budget}, "long": long or args["long"]}
+    return LocalServer(CONFIG, args={"pools": changed})
+
+
+def controller_log(server: LocalServer) -> str:
+    (path,) = server.log_path.parent.glob("session_2*/logs/serve/controller_[0-9]*.log")
+    return path.read_text(encoding="utf-8")
+
+
+def decisions(server: LocalServer, pool: str) -> list[dict[str, Any]]:
+    """What the policy logged."""
+    lines = [line for line in controller_log(server).splitlines() if '"event": "scaling"' in line]
+    return [one for line in lines if (one := json.loads(line[line.index("{") :]))["pool"] == pool]
+
+
+def changes(server: LocalServer, pool: str) -> list[dict[str, Any]]:
+    return [one for one in decisions(server, pool) if one["granted"] != one["values"]["target"]]
+
+
+def test_overload_starts_a_second_replica_which_goes_again() -> None:
+    async def run(server: LocalServer) -> None:
+        async with watching(server.ray_address) as watch:
+            result = await overload(server.url, watch)
+        assert result.decision_s < DECISION_S
+        assert result.running_s < RUNNING_S
+        assert result.num_failed == 0
+        assert {sample.granted for sample in watch.samples["short"]} == {1, 2}
+        assert {sample.granted for sample in watch.samples["long"]} == {1}
+
+    with local_server(short_pool={"down_window_s": 3}, long_pool={"min_replicas": 1}) as server:
+        asyncio.run(run(server))
+        metrics = httpx.get(f"{server.url}/metrics", timeout=10).text
+        up, down = changes(server, "short")
+    assert 'longspan:scaling_replicas{app="pools",kind="wanted",model="longspan-tiny",pool="short"}' in metrics
+    assert 'signal="arrival_seqs_per_s"' in metrics
+    assert (up["granted"], down["granted"]) == (2, 1)
+    assert "queue at" in up["reasons"][0] and up["values"]["waiting_seqs"] > 8
+    assert "fitted 1" in down["reasons"][0]
+
+
+async def wait_for_zero(watch: Watch) -> None:
+    await watch.until("long", lambda sample: sample.running + sample.granted == 0, time.perf_counter())
+
+
+@pytest.mark.full
+def test_to_zero_and_back_without_a_lost_request() -> None:
+    async def run(server: LocalServer) -> None:
+        async with watching(server.ray_address) as watch, httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            result = await from_zero(server.url, watch)
+            assert result.first_token_s is not None
+            assert result.decision_s < DECISION_S and result.start_s < RUNNING_S
+            # Whatever the pool is about, running, closing, stopping or gone, a request is answered.
+            for pause_s in (0.5, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0):
+                await asyncio.sleep(pause_s)
+                answer = await client.post("/v1/completions", json=LONG)
+                assert answer.status_code == 200, answer.text
+            await wait_for_zero(watch)
+            await asyncio.sleep(2.0)
+            assert (await client.get("/ready")).status_code == 200
+            # Refused, as a start is known to take longer; it has begun when the client comes back.
+            answer = await client.post("/v1/completions", json={**LONG, "timeout_s": 0.5})
+            assert answer.status_code == 503, answer.text
+            assert int(answer.headers["retry-after"]) >= 1
+            await watch.until("long", lambda sample: sample.running == 1, time.perf_counter())
+            assert {sample.granted for sample in watch.samples["short"]} == {1}
+
+    with local_server(long_pool={"down_window_s": 1}) as server:
+        asyncio.run(run(server))
+        # Each start was the policy's: none by Serve for a request that waited in a handle.
+        started = [one for one in changes(server, "long") if "wake" in str(one["reasons"])]
+        reopened = [one for one in started if one["values"]["running"]]
+        num_started = controller_log(server).count("Upscaling Deployment(name='long', app='pools') from 0 to 1")
+        assert num_started == len(started) - len(reopened) >= 3
+
+
+async def until_answered(server: LocalServer) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
+        for _ in range(1200):
+            server.check_alive()
+            try:
+                if (await client.post("/v1/completions", json=SHORT)).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            await asyncio.sleep(0.1)
+    pytest.fail("no answer")
+
+
+@pytest.mark.full
+def test_a_replica_no_node_can_place_is_explained_and_gives_its_budget_back() -> None:
+    async def run(server: LocalServer) -> None:
+        await until_answered(server)
+        async with watching(server.ray_address) as watch, httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            await wait_for_zero(watch)
+            answer = await client.post("/v1/completions", json=LONG)
+            assert answer.status_code == 503, answer.text
+            assert int(answer.headers["retry-after"]) >= 1
+            # The budget of two is free for the other pool.
+            result = await overload(server.url, watch)
+            assert result.num_failed == 0
+            metrics = (await client.get("/metrics")).text
+        assert 'pool="long",reason="no node placed more than N in N s; next try in N s"' in metrics
+
+    server = local_server(
+        budget=2,
+        short_pool={"down_window_s": 3},
+        long_pool={"start_timeout_s": 5, "retry_s": 300},
+        long={"num_cpus": 64},
+    )
+    try:
+        server.launch()
+        asyncio.run(run(server))
+        first = next(one for one in changes(server, "long") if one["granted"] == 0)
+        assert "no node placed more than 0 in 5 s" in str(first["reasons"])
+        assert max(one["granted"] for one in decisions(server, "short")) == 2
+    finally:
+        server.stop()
