@@ -219,7 +219,7 @@ class RouterSettings(FrozenModel):
     short: QueueBounds = QueueBounds()
     long: QueueBounds = QueueBounds()
     # a long request may use a short pool where nobody waits, if its prompt takes no longer there; 0: never
-    spill_bound_s: NonNegativeFloat = 0.5
+    spill_bound_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     max_retries: Annotated[int, Field(ge=0, le=10)] = 2  # after the loss of a replica, before the first token
     max_hold_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0  # while a pool has no replica; then 503
 

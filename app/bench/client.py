@@ -11,6 +11,7 @@ import json
 import random
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,7 @@ class RequestRecord:
     ended_s: float = 0.0
     output_tokens: int = 0
     cached_tokens: int = 0
+    retry_after_s: float | None = None  # of a refusal
     error: str | None = None  # its kind: http_429, connect, timeout, disconnected, stream_error:..., truncated
 
     @property
@@ -89,11 +91,16 @@ class PromptMaker:
             fields["model"] = model
         self._fields = json.dumps(fields)[1:]
 
-    def body(self, planned: PlannedRequest) -> bytes:
+    def ids(self, count: int) -> list[str]:
         start = self._rng.randrange(_POOL_SIZE)
-        ids = self._ids[start : start + planned.prompt_tokens]
-        while len(ids) < planned.prompt_tokens:
-            ids += self._ids[: planned.prompt_tokens - len(ids)]
+        ids = self._ids[start : start + count]
+        while len(ids) < count:
+            ids += self._ids[: count - len(ids)]
+        return ids
+
+    def body(self, planned: PlannedRequest, prefix: Sequence[str] = ()) -> bytes:
+        """`prefix` is what the prompt begins with, and part of its length."""
+        ids = [*prefix, *self.ids(planned.prompt_tokens - len(prefix))]
         return f'{{"prompt":[{",".join(ids)}],"max_tokens":{planned.output_tokens},{self._fields}'.encode()
 
 
@@ -124,6 +131,7 @@ class Client:
                 if response.status != 200:
                     await response.read()
                     record.error = f"http_{response.status}"
+                    record.retry_after_s = float(response.headers.get("Retry-After", "nan"))
                 elif response.content_type == "text/event-stream":
                     record.error = await _read_stream(response, record, start_s)
                 else:

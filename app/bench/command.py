@@ -60,7 +60,7 @@ def _add_scenario_parser(modes: Any) -> None:
     )
     parser.add_argument("name", choices=sorted(SCENARIOS), metavar="NAME")
     parser.add_argument("--url", default=None, help="a running server, where the scenario allows one")
-    parser.add_argument("--config", type=Path, default=Path("serve_configs/local.yaml"), help="(default: %(default)s)")
+    parser.add_argument("--config", type=Path, default=None, help="(default: the scenario's own)")
     parser.add_argument(
         "--runs", type=arguments.positive_int, default=None, help="repetitions (default: the scenario's own)"
     )

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.client import Client, PromptMaker, RequestRecord
-from app.bench.server import LocalServer
+from app.bench.server import LOCAL_CONFIG, LocalServer
 from app.bench.traffic import PlannedRequest
 from app.errors import ConfigError
 
 MEGABYTE = 2**20
+SHARDED_CONFIG = Path("serve_configs/local-sharded.yaml")
 
 
 @dataclass(frozen=True, slots=True)
 class ScenarioOptions:
-    config: Path
+    config: Path | None  # None: the scenario's own
     url: str | None  # a server that runs already; the scenario starts its own if None
     runs: int | None  # None: the scenario's own
     report: Callable[[str], None]
@@ -41,7 +42,7 @@ def cancel(options: ScenarioOptions) -> dict[str, Any]:
     if options.url is not None:
         rounds = asyncio.run(cancel_rounds(options.url, "auto", runs, options.report))
     else:
-        with LocalServer(options.config) as server:
+        with LocalServer(options.config or LOCAL_CONFIG) as server:
             rounds = asyncio.run(cancel_rounds(server.url, server.ray_address, runs, options.report))
     worst_s = max(seconds for round_ in rounds if (seconds := round_.freed_s) is not None)
     return {"passed": all(round_.is_free for round_ in rounds) and worst_s <= 1.0, "worst_s": worst_s, "rounds": rounds}
@@ -82,7 +83,144 @@ def memory(options: ScenarioOptions) -> dict[str, Any]:
     return {"passed": worst_bytes <= 4e9, "worst_bytes": worst_bytes, "runs": runs}
 
 
-SCENARIOS: dict[str, Scenario] = {"cancel": cancel, "cold-start": cold_start, "memory": memory}
+def shard_faults(options: ScenarioOptions) -> dict[str, Any]:
+    """Ranks killed, frozen and made to raise under load: seconds to the next answer, what is left, five times over.
+
+    Limits: 20 s after a kill or an error, 25 s after a stopped rank, 40 s after a stopped rank 0; no process and no
+    placement group may be left, streams end with an error event, requests without a token are sent again.
+    """
+    from app.bench.shard_faults import fault_runs  # ray
+
+    rounds = []
+    for index in range(options.runs or 5):
+        with LocalServer(_own_server(options, "shard-faults", SHARDED_CONFIG)) as server:
+            options.report(f"round {index + 1}")
+            rounds.append(asyncio.run(fault_runs(server.url, server.ray_address, options.report)))
+    return {"passed": all(run.is_passed for round_ in rounds for run in round_), "rounds": rounds}
+
+
+def mixed(options: ScenarioOptions) -> dict[str, Any]:
+    """Short requests' time to first token beside long ones, over the same beside a spinner in place of the longs.
+
+    Longs in a pool of their own, three alternating rounds of 100 shorts: median <= 1.3x, 95th percentile <= 1.6x. Longs in the same
+    replica: 95th percentile <= 3x, and a long prompt takes at most four times as long as alone.
+    """
+    from app.bench.mixed import compare, long_alone_s
+
+    rounds = options.runs or 3
+    config = _own_server(options, "mixed")
+    with LocalServer(config) as server:
+        pools = compare(server, "long", rounds, first_seed=0)
+    options.report(f"two pools: median {pools.median_ratio:.2f}x, 95th percentile {pools.p95_ratio:.2f}x")
+    settings = {"short_max_cost_tokens": 1}  # all to the long pool
+    with LocalServer(config, args=_local_args(long={"max_num_seqs": 16}, settings=settings)) as server:
+        alone_s = asyncio.run(long_alone_s(server.url))
+        one = compare(server, "short", rounds, first_seed=1000)
+    slowdown = one.slowest_long_s / alone_s
+    options.report(f"one replica: 95th percentile {one.p95_ratio:.2f}x, longs {slowdown:.2f}x of {alone_s:.1f} s alone")
+    is_passed = pools.median_ratio <= 1.3 and pools.p95_ratio <= 1.6 and one.p95_ratio <= 3.0 and slowdown <= 4.0
+    num_failed = pools.num_failed + one.num_failed
+    return {
+        "passed": is_passed and not num_failed,
+        "num_failed": num_failed,
+        "long_alone_s": alone_s,
+        "long_slowdown": slowdown,
+        "two_pools": pools,
+        "one_replica": one,
+    }
+
+
+def affinity(options: ScenarioOptions) -> dict[str, Any]:
+    """64 prompts that share 512 tokens, at once, over three replicas: how evenly they spread and how much is cached.
+
+    Limits: the busiest replica gets at most 1.5 times the mean, half of the shared tokens come from the cache.
+    """
+    from app.bench.affinity import burst
+
+    replicas, runs = 3, []
+    with LocalServer(_own_server(options, "affinity"), args=_local_args(num_replicas=replicas)) as server:
+        for seed in range(options.runs or 3):
+            runs.append(asyncio.run(burst(server.url, "short", replicas, seed)))
+            options.report(f"run {seed + 1}: {runs[-1]}")
+    worst = max(run.max_over_mean for run in runs), min(run.cached_share for run in runs)
+    is_passed = worst[0] <= 1.5 and worst[1] >= 0.5 and not any(run.failed for run in runs)
+    return {"passed": is_passed, "max_over_mean": worst[0], "cached_share": worst[1], "runs": runs}
+
+
+def replica_kill(options: ScenarioOptions) -> dict[str, Any]:
+    """A replica killed under load, one of two and then the only one: what had not begun is answered, nothing hangs."""
+    from app.bench.replica_kill import kill_under_load
+
+    results: dict[str, list[Any]] = {}
+    for replicas in (2, 1):
+        args = _local_args(num_replicas=replicas, short={"max_num_seqs": 4})
+        with LocalServer(_own_server(options, "replica-kill"), args=args) as server:
+            for seed in range(options.runs or 3):
+
+                def victim(server: LocalServer = server) -> Any:
+                    return server.replica_processes("short")[0]
+
+                run = asyncio.run(kill_under_load(server.url, victim, seed))
+                results.setdefault(f"one of {replicas}", []).append(run)
+                options.report(f"one of {replicas} killed: {run}")
+                server.wait_replicas("short", replicas)
+    return {"passed": all(run.is_passed for runs in results.values() for run in runs), **results}
+
+
+def overload(options: ScenarioOptions) -> dict[str, Any]:
+    """Three times what a replica can serve, for 25 s: throughput >= 0.8 of its peak, 429s answered within 300 ms (p99).
+
+    Every accepted request finishes, and two seconds after the last has ended a request is accepted again.
+    """
+    from app.bench.overload import overload_run
+
+    runs = []
+    settings = {"short": {"max_waiting_seqs": 24}}
+    with LocalServer(_own_server(options, "overload"), args=_local_args(settings=settings)) as server:
+        for seed in range(options.runs or 3):
+            runs.append(asyncio.run(overload_run(server.url, seed)))
+            options.report(f"run {seed + 1}: {runs[-1]}")
+    ratio = statistics.median(run.throughput_ratio for run in runs)
+    p99_s = statistics.median(run.refusal_p99_s for run in runs)
+    accepted = all(run.accepted_again_s is not None and run.accepted_again_s <= 2.0 and not run.errors for run in runs)
+    return {
+        "passed": ratio >= 0.8 and p99_s <= 0.3 and accepted,
+        "throughput_ratio": ratio,
+        "refusal_p99_s": p99_s,
+        "runs": runs,
+    }
+
+
+def _local_args(
+    *,
+    num_replicas: int = 1,
+    short: dict[str, Any] | None = None,
+    long: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Fields of serve_configs/local.yaml for a scenario: replicas of the short pool, limits, the router's settings."""
+    engine = {"device": "cpu", "num_threads": 1}
+    pools = {
+        "short": {
+            "num_cpus": 0.2,
+            "num_replicas": num_replicas,
+            "engine": {**engine, "max_model_len": 4096, **(short or {})},
+        },
+        "long": {"num_cpus": 0.2, "engine": {**engine, "max_num_seqs": 4, **(long or {})}},
+    }
+    return {"pools": pools, "router": {"settings": settings or {}}}
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "affinity": affinity,
+    "cancel": cancel,
+    "cold-start": cold_start,
+    "memory": memory,
+    "mixed": mixed,
+    "overload": overload,
+    "replica-kill": replica_kill,
+    "shard-faults": shard_faults,
+}
 
 
 def summary_line(scenario: Scenario) -> str:
@@ -90,10 +228,10 @@ def summary_line(scenario: Scenario) -> str:
     return (scenario.__doc__ or "").strip().splitlines()[0]
 
 
-def _own_server(options: ScenarioOptions, name: str) -> Path:
+def _own_server(options: ScenarioOptions, name: str, default: Path = LOCAL_CONFIG) -> Path:
     if options.url is not None:
         raise ConfigError(f"--url: {name} starts its own server", field="--url")
-    return options.config
+    return options.config or default
 
 
 async def _wait_first_token(server: LocalServer) -> None:

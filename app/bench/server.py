@@ -123,6 +123,28 @@ class LocalServer:
                 self._seen.setdefault(process.pid, process)
         return [process for process in self._seen.values() if process.is_running()]
 
+    def replica_processes(self, pool: str, application: str = "pools") -> list[psutil.Process]:
+        """The processes of a pool's replicas that live now."""
+        title = f"ray::ServeReplica:{application}:{pool}"
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if " ".join(process.cmdline()).startswith(title):
+                    found.append(process)
+        return found
+
+    def wait_replicas(self, pool: str, count: int) -> None:
+        """Wait until /metrics shows so many replicas of a pool, and no others. Raises PreflightError after a while."""
+        deadline_s = time.monotonic() + self._start_timeout_s
+        marker = f'pool="{pool}",replica='
+        while time.monotonic() < deadline_s:
+            text = httpx.get(f"{self.url}/metrics", timeout=10.0).text
+            shown = [line for line in text.splitlines() if line.startswith("longspan:num_blocks{") and marker in line]
+            if len(shown) == count == len(self.replica_processes(pool)):
+                return
+            time.sleep(10 * _POLL_S)
+        raise PreflightError(f"the {pool} pool has no {count} replicas after {self._start_timeout_s:g} s")
+
     def unique_memory_bytes(self) -> int:
         """Memory no other process shares (USS), summed over the cluster's processes."""
         total = 0

@@ -22,12 +22,31 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 150.0
+ENV = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+for _name in ("RAY_ADDRESS", "TRITON_INTERPRET"):
+    ENV.pop(_name, None)
 
 
 @dataclass(frozen=True)
 class Server:
     url: str
     log_dir: Path
+    dashboard_url: str
+    config_file: Path  # what is deployed
+    pid: int  # of `ray start`
+
+    def deploy(self, config_file: Path) -> None:
+        _run([str(Path(sys.executable).parent / "serve"), "deploy", "-a", self.dashboard_url, str(config_file)], ENV)
+
+    def replicas(self, app: str, pool: str) -> list[psutil.Process]:
+        """The processes of a pool's replicas."""
+        title = f"ray::ServeReplica:{app}:{pool}"
+        found = []
+        for process in psutil.Process(self.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if " ".join(process.cmdline()).startswith(title):
+                    found.append(process)
+        return found
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples over all series that carry these labels."""
@@ -71,9 +90,6 @@ def server() -> Iterator[Server]:
     # A short path: Ray puts Unix sockets, whose names are bounded, under it.
     temp_dir = Path(tempfile.mkdtemp(prefix="ls-", dir="/tmp"))
     gcs, dashboard, agent, client, http_port = _free_ports(5)
-    env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    for name in ("RAY_ADDRESS", "TRITON_INTERPRET"):
-        env.pop(name, None)
     start = [
         *(str(bin_dir / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--temp-dir={temp_dir}"),
         *(f"--port={gcs}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"),
@@ -85,12 +101,14 @@ def server() -> Iterator[Server]:
     config_file.write_text(yaml.safe_dump(config))
     url = f"http://127.0.0.1:{http_port}"
     with (temp_dir / "head.log").open("w") as log:
-        head = subprocess.Popen(start, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+        head = subprocess.Popen(start, cwd=ROOT, env=ENV, stdout=log, stderr=log, start_new_session=True)
     try:
-        _wait_until_up(f"http://127.0.0.1:{dashboard}/api/version", head, temp_dir)
-        _run([str(bin_dir / "serve"), "deploy", "-a", f"http://127.0.0.1:{dashboard}", str(config_file)], env)
+        log_dir = temp_dir / "session_latest" / "logs"
+        running = Server(url, log_dir, f"http://127.0.0.1:{dashboard}", config_file, head.pid)
+        _wait_until_up(f"{running.dashboard_url}/api/version", head, temp_dir)
+        running.deploy(config_file)
         _wait_until_up(f"{url}/ready", head, temp_dir)
-        yield Server(url, temp_dir / "session_latest" / "logs")
+        yield running
     finally:
         _stop(head, temp_dir)
         shutil.rmtree(temp_dir, ignore_errors=True)

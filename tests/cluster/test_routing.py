@@ -1,0 +1,124 @@
+"""A pool of two replicas on real Serve: bursts spread, a killed replica's requests go on, too many are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from app.bench.affinity import burst
+from app.bench.client import Client, PromptMaker, RequestRecord
+from app.bench.replica_kill import kill_under_load
+from app.bench.traffic import PlannedRequest
+from tests.cluster.conftest import Server, eventually
+
+pytestmark = pytest.mark.timeout(300)
+
+APP = "two-replicas"
+MAX_WAITING_SEQS = 8
+
+
+@pytest.fixture(scope="module")
+def pools(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a second router with pools of its own, beside what the cluster serves already."""
+    engine = {"device": "cpu", "num_threads": 1, "max_model_len": 4096, "max_num_seqs": 4}
+    short: dict[str, Any] = {"num_cpus": 0.1, "num_replicas": 2, "engine": engine}
+    settings = {"short": {"max_waiting_seqs": MAX_WAITING_SEQS}}
+    config = yaml.safe_load(server.config_file.read_text())
+    config["applications"] += [
+        {
+            "name": f"{APP}-router",
+            "route_prefix": f"/{APP}",
+            "import_path": "app.main:router",
+            "args": {"num_cpus": 0.1, "versions": [{"app": APP}], "settings": settings},
+        },
+        {
+            "name": APP,
+            "route_prefix": None,
+            "import_path": "app.main:pools",
+            "args": {"short": short, "long": {"num_cpus": 0.1, "engine": {"device": "cpu", "num_threads": 1}}},
+        },
+    ]
+    path: Path = tmp_path_factory.mktemp("routing") / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    url = f"{server.url}/{APP}"
+    server.deploy(path)
+    try:
+        eventually(lambda: num_replicas(server, url) == 2, timeout_s=120.0)
+        yield url
+    finally:
+        server.deploy(server.config_file)
+
+
+def num_replicas(server: Server, url: str) -> int:
+    """Replicas of the short pool, if the router and its process list agree on their number."""
+    text = httpx.get(f"{url}/metrics", timeout=10).text
+    count = sum(line.startswith("longspan:num_blocks{") and 'pool="short"' in line for line in text.splitlines())
+    return count if count == len(server.replicas(APP, "short")) else -1
+
+
+def num_retries(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("longspan:router_retries_total"))
+
+
+def test_a_burst_with_a_shared_prefix_spreads_and_hits(pools: str) -> None:
+    run = asyncio.run(burst(pools, "short", 2, seed=1, num_prompts=24))
+    assert run.failed == 0
+    assert run.max_over_mean <= 1.5 and run.cached_share >= 0.5, run
+
+
+def test_too_many_are_refused_and_the_others_finish(pools: str) -> None:
+    planned = PlannedRequest(0.0, 64, 24)
+
+    async def send(count: int) -> list[RequestRecord]:
+        records, prompts = [RequestRecord(planned) for _ in range(count)], PromptMaker(None, stream=True, seed=2)
+        async with Client(pools, timeout_s=120.0) as client:
+            await asyncio.gather(*(client.send(prompts.body(planned), record, 0.0) for record in records))
+        return records
+
+    records = asyncio.run(send(60))
+    ends = Counter(record.error for record in records)
+    room = 2 * (4 + MAX_WAITING_SEQS)  # batches and queues; a few may end while others arrive
+    assert set(ends) == {None, "http_429"} and room <= ends[None] < 60
+    assert all(1.0 <= (record.retry_after_s or 0.0) <= 60.0 for record in records if record.error is not None)
+    assert all(record.output_tokens == 24 for record in records if record.error is None)
+    # The queue is empty: as many go in as before.
+    assert Counter(record.error for record in asyncio.run(send(room - 4))) == {None: room - 4}
+
+
+def test_what_a_killed_replica_had_not_begun_goes_on_elsewhere(server: Server, pools: str) -> None:
+    run = asyncio.run(
+        kill_under_load(
+            pools,
+            lambda: server.replicas(APP, "short")[0],
+            seed=3,
+            num_streams=12,
+            num_whole=4,
+            output_tokens=60,
+        )
+    )
+    assert run.is_passed, run
+    assert run.begun.get("stream_error:unavailable", 0) + run.begun.get("done", 0) >= 3
+    eventually(lambda: num_retries(pools) >= 1)
+    eventually(lambda: num_replicas(server, pools) == 2, timeout_s=120.0)
+
+
+@pytest.mark.full
+def test_requests_wait_for_the_pools_replicas_to_come_back(server: Server, pools: str) -> None:
+    def kill_both() -> Any:
+        first, second = server.replicas(APP, "short")
+        first.kill()
+        return second
+
+    eventually(lambda: num_replicas(server, pools) == 2, timeout_s=120.0)
+    run = asyncio.run(kill_under_load(pools, kill_both, seed=4, num_streams=12, num_whole=4, output_tokens=60))
+    assert run.is_passed, run
+    assert sum(run.not_begun.values()) + sum(run.whole.values()) > 0
+    eventually(lambda: num_replicas(server, pools) == 2, timeout_s=120.0)
