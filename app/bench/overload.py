@@ -31,7 +31,9 @@ class OverloadRun:
     refused: int
     refusal_p50_s: float
     refusal_p99_s: float
+    slow_refusals: list[tuple[float, float]]  # (sent, took), those above the median of the slowest twentieth
     retry_after_s: list[float]  # distinct values
+    client_cpu_share: float  # of one core
     errors: dict[str, int]  # other than 429
     accepted_again_s: float | None  # after the last accepted one ended
 
@@ -44,7 +46,8 @@ async def overload_run(url: str, seed: int) -> OverloadRun:
         Uniform(PLANNED.output_tokens, PLANNED.output_tokens),
     )
     planned = plan(poisson(OVERLOAD * peak, rng), *lengths, rng, duration_s=OVERLOAD_S, num_requests=None)
-    records = (await run_load(planned, Target(url), seed=seed)).records
+    run = await run_load(planned, Target(url), seed=seed)
+    records = run.records
     again_s = await _accepted_again(url, seed)
     served = [record for record in records if record.error is None and FILL_S <= record.ended_s <= OVERLOAD_S]
     refused = [record for record in records if record.error == "http_429"]
@@ -58,6 +61,12 @@ async def overload_run(url: str, seed: int) -> OverloadRun:
         refused=len(refused),
         refusal_p50_s=percentile(delays, 50),
         refusal_p99_s=percentile(delays, 99),
+        slow_refusals=[
+            (record.sent_s, record.ended_s - record.sent_s)
+            for record in refused
+            if record.ended_s - record.sent_s > percentile(delays, 97.5)
+        ],
+        client_cpu_share=run.client_cpu_s / run.wall_s,
         retry_after_s=sorted({record.retry_after_s for record in refused if record.retry_after_s is not None}),
         errors=dict(Counter(record.error for record in records if record.error not in (None, "http_429"))),
         accepted_again_s=again_s,

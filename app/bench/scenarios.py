@@ -102,8 +102,8 @@ def shard_faults(options: ScenarioOptions) -> dict[str, Any]:
 def mixed(options: ScenarioOptions) -> dict[str, Any]:
     """Short requests' time to first token beside long ones, over the same beside a spinner in place of the longs.
 
-    Longs in a pool of their own, three alternating rounds of 100 shorts: median <= 1.3x, 95th percentile <= 1.6x. Longs in the same
-    replica: 95th percentile <= 3x, and a long prompt takes at most four times as long as alone.
+    Longs in a pool of their own, three alternating rounds of 100 shorts: median <= 1.3x, 95th percentile <= 1.6x.
+    Longs in the same replica: 95th percentile <= 3x, and a long prompt takes at most four times as long as alone.
     """
     from app.bench.mixed import compare, long_alone_s
 
