@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from app.bench.server import LOCAL_CONFIG
+
 
 def add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
@@ -46,6 +48,9 @@ def add_comparisons(group: argparse._ArgumentGroup) -> None:
                        help="start, rates, offline, mixed: the engine alone, random weights of --shape")  # fmt: skip
     kinds.add_argument(
         "--http", action="store_true", help="the engine alone beside the same engine through Serve and HTTP"
+    )
+    group.add_argument(
+        "--serve-config", type=Path, default=LOCAL_CONFIG, metavar="FILE", help="of --http (default: %(default)s)"
     )
     group.add_argument(
         "--shape", default="deepseek-v2-lite", help="of --engine, or a checkpoint's folder (default: %(default)s)"

@@ -174,10 +174,9 @@ def _run_engine(options: argparse.Namespace) -> int:
 
 def _run_http(options: argparse.Namespace) -> int:
     from app.bench.http_cost import http_cost
-    from app.bench.server import LOCAL_CONFIG
 
     cost = http_cost(
-        LOCAL_CONFIG, streams=max(options.streams), output_tokens=_count(options), runs=options.runs, report=_say
+        options.serve_config, streams=max(options.streams), output_tokens=_count(options), runs=options.runs, report=_say
     )
     print(cost)
     return _keep("http", options.json, cost)
