@@ -176,7 +176,11 @@ def _run_http(options: argparse.Namespace) -> int:
     from app.bench.http_cost import http_cost
 
     cost = http_cost(
-        options.serve_config, streams=max(options.streams), output_tokens=_count(options), runs=options.runs, report=_say
+        options.serve_config,
+        streams=max(options.streams),
+        output_tokens=_count(options),
+        runs=options.runs,
+        report=_say,
     )
     print(cost)
     return _keep("http", options.json, cost)
