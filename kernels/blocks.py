@@ -248,14 +248,18 @@ def _gather_fp8_kernel(
     column = tl.arange(0, BLOCK_R)
     mask = is_key[:, None] & (column < R)[None, :]
     values = tl.load(latents + slot[:, None] * latent_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    values *= tl.load(scales + slot * scale_stride, mask=is_key, other=0.0)[:, None]
+    scale = tl.load(scales + slot * scale_stride, mask=is_key, other=0.0)
+    values *= scale[:, None]
     target = out + row.to(tl.int64)[:, None] * (R + P)
     mask = in_out[:, None] & (column < R)[None, :]
     tl.store(target + column[None, :], values.to(out.dtype.element_ty), mask=mask)
     column = tl.arange(0, BLOCK_P)
     mask = is_key[:, None] & (column < P)[None, :]
-    values = tl.load(ropes + slot[:, None] * rope_stride + column[None, :], mask=mask, other=0.0)
-    tl.store(target + R + column[None, :], values, mask=in_out[:, None] & (column < P)[None, :])
+    values = tl.load(ropes + slot[:, None] * rope_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    values *= scale[:, None]
+    tl.store(
+        target + R + column[None, :], values.to(out.dtype.element_ty), mask=in_out[:, None] & (column < P)[None, :]
+    )
 
 
 @triton.jit(do_not_specialize=["block_elements"])

@@ -1,10 +1,12 @@
-"""An FP8 cache entry of latent attention: the latent in e4m3 with one scale, the rotated key left as it is.
+"""An FP8 cache entry of latent attention: the latent in e4m3, the rotated key as it is, one scale for both.
 
-    byte   0            R                  R + P * size      + 4
-    entry  | R x e4m3   | P x model dtype  | scale: fp32     | padding to a multiple of 16 |
+    byte   0            R                          R + P * size      + 4
+    entry  | R x e4m3   | P x model dtype          | scale: fp32     | padding to a multiple of 16 |
+           | latent / scale | rotated key / scale  |
 
-The scale is a power of two, so that e4m3 * scale is exact in bf16: whoever reads an entry sees the same numbers.
-A floating-point format loses nothing by such a scale, except what falls below its smallest numbers.
+The scale is a power of two, so that dividing by it rounds nothing and e4m3 * scale is exact in bf16: whoever reads an
+entry sees the same numbers, and a score is one product over the whole entry times the scale. A floating-point format
+loses nothing by such a scale, except what falls below its smallest numbers.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import triton
 import triton.language as tl
 
 E4M3_MAX = 448.0
+MIN_ENTRY_SCALE = 2.0**-6
 _ALIGNMENT = 16  # bytes, of bulk copies
 
 
@@ -59,15 +62,15 @@ class Fp8Entry:
         packed = torch.zeros(*entries.shape[:-1], self.num_bytes, dtype=torch.uint8, device=entries.device)
         latents, ropes, scales = self.views(packed)
         latent = entries[..., : self.rank].float()
-        scales.copy_(power_of_two_scale(latent.abs().amax(-1)))
+        scales.copy_(entry_scale(latent.abs().amax(-1)))
         latents.copy_((latent / scales.unsqueeze(-1)).to(torch.float8_e4m3fn))
-        ropes.copy_(entries[..., self.rank :])
+        ropes.copy_(entries[..., self.rank :].to(self.dtype) / scales.unsqueeze(-1))
         return packed
 
     def unpack(self, cache: torch.Tensor) -> torch.Tensor:
         """[..., num_bytes] uint8 -> [..., R + P] in `dtype`."""
         latents, ropes, scales = self.views(cache)
-        return torch.cat([(latents.float() * scales.unsqueeze(-1)).to(self.dtype), ropes], dim=-1)
+        return torch.cat([(part.float() * scales.unsqueeze(-1)).to(self.dtype) for part in (latents, ropes)], dim=-1)
 
 
 def power_of_two_scale(largest: torch.Tensor) -> torch.Tensor:
@@ -77,12 +80,17 @@ def power_of_two_scale(largest: torch.Tensor) -> torch.Tensor:
     return (exponent.clamp_(min=1) << 23).view(torch.float32)
 
 
+def entry_scale(largest: torch.Tensor) -> torch.Tensor:
+    """power_of_two_scale of a latent's largest value, bounded so that a rotated key of fp16 may be divided by it."""
+    return power_of_two_scale(largest).clamp_(min=MIN_ENTRY_SCALE)
+
+
 @triton.jit
-def scale_of(largest):
-    """power_of_two_scale of fp32 values: (scale, 1 / scale), both exact."""
+def scale_of(largest, MIN_EXPONENT: tl.constexpr = -126):
+    """power_of_two_scale of fp32 values, at least 2^MIN_EXPONENT: (scale, 1 / scale), both exact."""
     bits = largest.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    exponent = tl.maximum(exponent, 1)
+    exponent = tl.maximum(exponent, MIN_EXPONENT + 127)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 

@@ -220,9 +220,9 @@ def _attend_tile(
     """
     values = values.to(q_value.dtype)
     scores = tl.dot(values, q_value, input_precision="ieee")
+    scores = tl.dot(ropes, q_rope, scores, input_precision="ieee") * scale
     if IS_FP8:
         scores *= token_scales[:, None]
-    scores = tl.dot(ropes, q_rope, scores, input_precision="ieee") * scale
     if MASKED:
         scores = tl.where(is_key[:, None], scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=0))

@@ -22,7 +22,8 @@ from kernels.fp8_entry import Fp8Entry
 
 TILE = 64  # keys: the M of the matrix unit's instruction
 _ROPE_DIM = 64
-_FP8_WARPS = 8  # the conversion to 16 bits wants more of them than 16 heads' products do
+_FP8_WARPS = 4
+_FP8_PART = 128  # columns widened before their products begin
 _CACHE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _FP8_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 # Triton 3.6 has the older name only, 3.9 the newer.
@@ -88,6 +89,7 @@ def launch(
         KEY_AXIS=1 if heads_per_program == 64 else 0,
         IS_FP8=is_fp8,
         SCALE_STRIDE=scales.stride(0) if is_fp8 else 0,
+        FP8_PART=_FP8_PART,
         launch_pdl=True,
         num_warps=8 if heads_per_program == 64 else _FP8_WARPS if is_fp8 else 4,
     )
@@ -122,41 +124,56 @@ def _zero_rows(buffer, first, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _widen(raw, values, num_keys):
-    """values (bf16) = raw (e4m3), rows from `num_keys` on zeroed; scales are applied elsewhere.
+def _widen(raw, wide):
+    """wide (bf16) = raw (e4m3); scales are applied elsewhere.
 
     An e4m3 moved into bf16's bits, s0000eeee mmm0000, is its value times 2^(7 - 127), exactly; NaN becomes 480.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
-    row = gl.arange(0, raw.shape[0], gl.SliceLayout(1, layout))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    values = gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, low_sign, high_sign, power;
+        mov.b32 power, 0x7b807b80;
+        prmt.b32 low_sign, $2, 0, 0x1404;
+        prmt.b32 high_sign, $2, 0, 0x3424;
+        shr.b32 low, low_sign, 4;
+        shr.b32 high, high_sign, 4;
+        and.b32 low, low, 0x07f007f0;
+        and.b32 high, high, 0x07f007f0;
+        lop3.b32 low, low_sign, 0x80008000, low, 0xf8;
+        lop3.b32 high, high_sign, 0x80008000, high, 0xf8;
+        mul.rn.bf16x2 $0, low, power;
+        mul.rn.bf16x2 $1, high, power;
+        }
+        """,
+        "=r,=r,r",
+        [raw.load(layout).to(gl.uint8, bitcast=True)],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+    wide.store(values)
+
+
+@gluon.jit
+def _value_scores(raw, wide, q_value, no_scores, KEY_AXIS: gl.constexpr, PART: gl.constexpr):
+    """Scores of an FP8 tile's latents, still being computed, and the tile in bf16: widening runs beside the products.
+
+    Whatever an unused slot holds becomes a finite number, which the mask and a weight of 0 silence.
+    """
+    scores = no_scores
     NUM_COLUMNS: gl.constexpr = raw.shape[1]
-    for column in gl.static_range(0, NUM_COLUMNS, 128):
-        bits = raw.slice(column, 128, dim=1).load(layout).to(gl.uint8, bitcast=True)
-        wide = gl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 low, high, low_sign, high_sign, power;
-            mov.b32 power, 0x7b807b80;
-            prmt.b32 low_sign, $2, 0, 0x1404;
-            prmt.b32 high_sign, $2, 0, 0x3424;
-            shr.b32 low, low_sign, 4;
-            shr.b32 high, high_sign, 4;
-            and.b32 low, low, 0x07f007f0;
-            and.b32 high, high, 0x07f007f0;
-            lop3.b32 low, low_sign, 0x80008000, low, 0xf8;
-            lop3.b32 high, high_sign, 0x80008000, high, 0xf8;
-            mul.rn.bf16x2 $0, low, power;
-            mul.rn.bf16x2 $1, high, power;
-            }
-            """,
-            "=r,=r,r",
-            [bits],
-            dtype=gl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-        wide = gl.where((row < num_keys)[:, None], wide, gl.zeros_like(wide))
-        values.slice(column, 128, dim=1).store(wide)
+    for column in gl.static_range(0, NUM_COLUMNS, PART):
+        part = wide.slice(column, PART, dim=1)
+        q_part = q_value.slice(column, PART, dim=1)
+        _widen(raw.slice(column, PART, dim=1), part)
+        fence_async_shared()
+        if KEY_AXIS == 0:
+            scores = warpgroup_mma(part, q_part.permute((1, 0)), scores, use_acc=column > 0, is_async=True)
+        else:
+            scores = warpgroup_mma(q_part, part.permute((1, 0)), scores, use_acc=column > 0, is_async=True)
+    return scores
 
 
 @gluon.jit
@@ -198,6 +215,7 @@ def _decode_kernel(
     KEY_AXIS: gl.constexpr,
     IS_FP8: gl.constexpr,
     SCALE_STRIDE: gl.constexpr,
+    FP8_PART: gl.constexpr,
 ):
     """One share of the tiles for one group of heads. Of two tiles of shared memory one is filled while the other is
     worked on; each is read in place as keys (rows) and as values (columns).
@@ -303,29 +321,28 @@ def _decode_kernel(
         tile_ropes = ropes.index(stage)
         mbarrier.wait(arrived.index(stage), phase)
         num_keys = length - token
+        if num_keys < KEYS:
+            _zero_rows(tile_ropes, num_keys, ROPE_DIM)
         if IS_FP8:
             tile_values = wide_values
-            _widen(values.index(stage), tile_values, num_keys)
             token_scales = gl.where(key < num_keys, token_scales, 0.0)
+            scores = _value_scores(values.index(stage), tile_values, q_value, no_scores, KEY_AXIS, FP8_PART)
         else:
             tile_values = values.index(stage)
             if num_keys < KEYS:
                 _zero_rows(tile_values, num_keys, 64)
-        if num_keys < KEYS:
-            _zero_rows(tile_ropes, num_keys, ROPE_DIM)
-        if IS_FP8 or num_keys < KEYS:
-            fence_async_shared()
-        if KEY_AXIS == 0:
-            scores = warpgroup_mma(tile_values, q_value.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        else:
-            scores = warpgroup_mma(q_value, tile_values.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        if IS_FP8:
-            scores = warpgroup_mma_wait(0, deps=[scores]) * gl.expand_dims(token_scales, HEAD_AXIS)
+                fence_async_shared()
+            if KEY_AXIS == 0:
+                scores = warpgroup_mma(tile_values, q_value.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            else:
+                scores = warpgroup_mma(q_value, tile_values.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         if KEY_AXIS == 0:
             scores = warpgroup_mma(tile_ropes, q_rope.permute((1, 0)), scores, is_async=True)
         else:
             scores = warpgroup_mma(q_rope, tile_ropes.permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores]) * scale
+        if IS_FP8:
+            scores = scores * gl.expand_dims(token_scales, HEAD_AXIS)
         scores = gl.where(gl.expand_dims(key < num_keys, HEAD_AXIS), scores, float("-inf"))
         new_maximum = gl.maximum(maximum, gl.max(scores, axis=KEY_AXIS))
         decay = gl.exp2(maximum - new_maximum)

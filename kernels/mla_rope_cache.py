@@ -77,8 +77,10 @@ def _cpu_rope_cache(
 
 @triton.jit
 def _rotate_row(
-    in_ptr, out_ptr, cos_ptr, sin_ptr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+    in_ptr, out_ptr, cos_ptr, sin_ptr, factor,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
+    """out = the rotated row times `factor`, a power of two."""
     pair = tl.arange(0, BLOCK_HALF)
     mask = pair < HALF
     cos = tl.load(cos_ptr + pair, mask=mask, other=0.0)
@@ -87,8 +89,9 @@ def _rotate_row(
     second_at = pair * 2 + 1 if INTERLEAVED else pair + HALF
     first = tl.load(in_ptr + first_at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(in_ptr + second_at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + first_at, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptr + second_at, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    first, second = (first * cos - second * sin) * factor, (second * cos + first * sin) * factor
+    tl.store(out_ptr + first_at, first.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + second_at, second.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -116,19 +119,21 @@ def _mla_rope_cache_kernel(
             latent = tl.load(kv_row + columns, mask=mask, other=0.0).to(tl.float32)
             scale = 1.0 / tl.sqrt(tl.sum(latent * latent, axis=0) / R + eps)
             latent = latent * scale * weight
+            inverse = 1.0
             if FP8:
-                entry_scale, inverse = scale_of(tl.max(tl.abs(latent), axis=0))
+                entry_scale, inverse = scale_of(tl.max(tl.abs(latent), axis=0), -6)
                 tl.store(scale_ptr + slot * scale_stride, entry_scale)
                 latent = round_to_e4m3(latent * inverse, latent_ptr.dtype.element_ty)
             entry = latent_ptr + slot * latent_stride
             tl.store(entry + columns, latent.to(latent_ptr.dtype.element_ty), mask=mask)
-            _rotate_row(kv_row + R, rope_ptr + slot * rope_stride, cos_ptr, sin_ptr, P // 2, BLOCK_HALF, INTERLEAVED)
+            rope = rope_ptr + slot * rope_stride
+            _rotate_row(kv_row + R, rope, cos_ptr, sin_ptr, inverse, P // 2, BLOCK_HALF, INTERLEAVED)
     else:
         for i in range(HEADS_PER_PROGRAM):
             head = (group - 1) * HEADS_PER_PROGRAM + i
             if head < H:
                 rope = q_ptr + n * q_token_stride + head * q_head_stride + NOPE
-                _rotate_row(rope, rope, cos_ptr, sin_ptr, P // 2, BLOCK_HALF, INTERLEAVED)
+                _rotate_row(rope, rope, cos_ptr, sin_ptr, 1.0, P // 2, BLOCK_HALF, INTERLEAVED)
 
 
 def _check(
