@@ -203,4 +203,5 @@ def _losing_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # what torch raises on closed connections and timeouts
-        raise RankLostError(f"a collective failed: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0].partition(". This is typically")[0]
+        raise RankLostError(f"a collective failed: {reason}") from error
