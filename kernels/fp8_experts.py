@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import tuning
+from kernels import invariance, tuning
 from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, use_triton
 from kernels.fp8_entry import power_of_two_scale, round_to_e4m3, scale_of
 from kernels.fused_experts import (
+    INVARIANT_ROWS_PER_EXPERT,
     ExpertTiles,
     Tile,
     descriptor,
@@ -180,7 +181,8 @@ def _triton_experts(
 
 
 def choose_tiles(num_pairs: int, num_experts: int, dim: int, inter: int, device: torch.device) -> ExpertTiles:
-    use = tuning.find("fp8_experts", device, rows_per_expert=num_pairs / num_experts, dim=dim, inter=inter)
+    rows_per_expert = INVARIANT_ROWS_PER_EXPERT if invariance.is_required() else num_pairs / num_experts
+    use = tuning.find("fp8_experts", device, rows_per_expert=rows_per_expert, dim=dim, inter=inter)
     return ExpertTiles(use["rows"], Tile(**use["gate_up"]), Tile(**use["down"]))
 
 

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels import tuning
+from kernels import invariance, tuning
 from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, use_triton
 from kernels.dependent_launch import dependent_launch, wait_for_previous
 
+INVARIANT_ROWS_PER_EXPERT = 64.0  # whose tiles serve any number of rows, where its bits must not depend on it
 # On CPU an expert's rows are padded to a multiple of this, the smallest row count at which MKL's bits settle.
 _CPU_ROWS = 4
 
@@ -225,8 +226,9 @@ class ExpertTiles:
 def choose_tiles(
     num_pairs: int, num_experts: int, dim: int, inter: int, dtype: torch.dtype, device: torch.device
 ) -> ExpertTiles:
+    rows_per_expert = INVARIANT_ROWS_PER_EXPERT if invariance.is_required() else num_pairs / num_experts
     use = tuning.find(
-        "fused_experts", device, bits=8 * dtype.itemsize, rows_per_expert=num_pairs / num_experts, dim=dim, inter=inter
+        "fused_experts", device, bits=8 * dtype.itemsize, rows_per_expert=rows_per_expert, dim=dim, inter=inter
     )
     return ExpertTiles(use["rows"], Tile(**use["gate_up"]), Tile(**use["down"]))
 

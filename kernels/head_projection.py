@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import native, native_products
+from kernels import invariance, native, native_products
 from kernels.checks import Backend, check_dtype, check_last_dim_contiguous, check_shape, use_triton
 from kernels.dependent_launch import dependent_launch, wait_for_previous
 
@@ -85,7 +85,7 @@ def project_heads(
     out = torch.empty(x.shape[0], num_heads, out_width + tail, dtype=x.dtype, device=x.device)
     if x.shape[0] == 0:
         return out
-    block_m, block_k = _FEW if x.shape[0] <= _BLOCK_N else _MANY
+    block_m, block_k = _FEW if x.shape[0] <= _BLOCK_N and not invariance.is_required() else _MANY
     grid = (triton.cdiv(x.shape[0], _BLOCK_N), num_heads, triton.cdiv(out_width, block_m))
     _project_kernel[grid](
         x, weight, out, x.shape[0], x.stride(0), x.stride(1), *weight.stride(),

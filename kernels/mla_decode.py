@@ -11,7 +11,15 @@ from kernels.checks import Backend, check_contiguous, check_dtype, check_last_di
 from kernels.dependent_launch import dependent_launch, wait_for_previous
 from kernels.fp8_entry import Fp8Entry
 from kernels.mla_decode_cpu import CpuDecodePlan, decode_cpu, plan_cpu
-from kernels.mla_decode_plan import PLAN_TILE, TritonDecodePlan, heads_per_program, plan_triton
+from kernels.mla_decode_merge import merge
+from kernels.mla_decode_plan import (
+    MIN_SEGMENT_TILES,
+    PLAN_TILE,
+    TritonDecodePlan,
+    heads_per_program,
+    plan_triton,
+    segment_of,
+)
 
 _LOG2_E = 1.4426950408889634
 
@@ -148,62 +156,31 @@ def _decode_triton(
     out = torch.empty(num_rows, num_heads, value_dim, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    num_programs = plan.first_rows.shape[0]
-    partial = torch.empty(2 * num_programs, num_heads, value_dim, dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(2 * num_programs, num_heads, dtype=torch.float32, device=q.device)
+    # In equal shares a program has at most two ends of rows.
+    num_programs = num_rows * plan.num_segments if plan.num_segments else plan.first_rows.shape[0]
+    num_entries = num_programs if plan.num_segments else 2 * num_programs
+    partial = torch.empty(num_entries, num_heads, value_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(num_entries, num_heads, dtype=torch.float32, device=q.device)
     heads = heads_per_program(num_heads)
     work = (plan.row_sequences, plan.row_lens, plan.tile_starts, plan.first_rows)
     results = (out, partial, partial_lse)
     if mla_decode_hopper.supports(q, cache, value_dim):
-        mla_decode_hopper.launch(q, cache, block_tables, work, results, scale * _LOG2_E, heads)
+        mla_decode_hopper.launch(q, cache, block_tables, work, results, scale * _LOG2_E, heads, plan.num_segments)
     else:
         launch = tuning.find("mla_decode", q.device, bits=8 * q.element_size(), num_heads=num_heads)
         parts = (cache, cache[..., value_dim:], cache) if entry is None else entry.views(cache)
         _decode_kernel[(num_programs * triton.cdiv(num_heads, heads),)](
-            q,
-            *parts,
-            block_tables,
-            *work,
-            *results,
-            scale * _LOG2_E,
-            num_rows,
-            num_programs,
-            block_tables.stride(0),
-            q.stride(0),
-            q.stride(1),
-            NUM_HEADS=num_heads,
-            VALUE_DIM=value_dim,
-            ROPE_DIM=dim - value_dim,
-            VALUE_STRIDE=parts[0].stride(1),
-            ROPE_STRIDE=parts[1].stride(1),
-            SCALE_STRIDE=parts[2].stride(1),
-            IS_FP8=entry is not None,
-            BLOCK_SIZE=cache.shape[1],
-            PLAN_TILE=PLAN_TILE,
-            TILE=launch["tile"],
-            BLOCK_HEADS=heads,
-            BLOCK_VALUE=triton.next_power_of_2(value_dim),
+            q, *parts, block_tables, *work, *results, scale * _LOG2_E,
+            num_rows, num_programs, block_tables.stride(0), q.stride(0), q.stride(1),
+            NUM_HEADS=num_heads, VALUE_DIM=value_dim, ROPE_DIM=dim - value_dim,
+            VALUE_STRIDE=parts[0].stride(1), ROPE_STRIDE=parts[1].stride(1), SCALE_STRIDE=parts[2].stride(1),
+            IS_FP8=entry is not None, BLOCK_SIZE=cache.shape[1], PLAN_TILE=PLAN_TILE, TILE=launch["tile"],
+            BLOCK_HEADS=heads, BLOCK_VALUE=triton.next_power_of_2(value_dim),
             BLOCK_ROPE=max(16, triton.next_power_of_2(dim - value_dim)),
-            num_warps=launch["num_warps"],
-            num_stages=launch["num_stages"],
-            **dependent_launch(q.device),
-        )
-    # Few rows may have many splits each: then the splits are loaded together, else the row's columns.
-    splits, columns = (64, 64) if num_rows * num_heads <= 128 else (4, 512)
-    _merge_kernel[(num_rows, num_heads, triton.cdiv(value_dim, columns))](
-        partial,
-        partial_lse,
-        plan.tile_starts,
-        out,
-        num_rows,
-        num_programs,
-        NUM_HEADS=num_heads,
-        VALUE_DIM=value_dim,
-        SPLITS=splits,
-        COLUMNS=columns,
-        num_warps=4,
-        **dependent_launch(q.device),
-    )
+            SEGMENTS=plan.num_segments, MIN_TILES=MIN_SEGMENT_TILES,
+            num_warps=launch["num_warps"], num_stages=launch["num_stages"], **dependent_launch(q.device),
+        )  # fmt: skip
+    merge(plan, partial, partial_lse, out)
     return out
 
 
@@ -270,6 +247,8 @@ def _decode_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One share of the tiles (TritonDecodePlan) for one group of heads; programs of a share are neighbours in L2.
@@ -283,14 +262,24 @@ def _decode_kernel(
     column = tl.arange(0, BLOCK_VALUE)
     rope_column = tl.arange(0, BLOCK_ROPE)
     in_tile = tl.arange(0, TILE)
-    num_tiles = tl.load(tile_starts + num_rows)
-    share = (num_tiles + num_programs - 1) // num_programs
-    tile = program * share
-    last_tile = tl.minimum(tile + share, num_tiles)
-    row = tl.load(first_rows + program)
+    if SEGMENTS == 0:
+        num_tiles = tl.load(tile_starts + num_rows)
+        share = (num_tiles + num_programs - 1) // num_programs
+        tile = program * share
+        last_tile = tl.minimum(tile + share, num_tiles)
+        row = tl.load(first_rows + program)
+    else:
+        row = program // SEGMENTS
+        tile, last_tile = segment_of(
+            tl.load(row_lens + row), program % SEGMENTS, SEGMENTS, PLAN_TILE, MIN_TILES
+        )  # fmt: skip
     while tile < last_tile:
-        row_start = tl.load(tile_starts + row)
-        row_end = tl.load(tile_starts + row + 1)
+        if SEGMENTS == 0:
+            row_start = tl.load(tile_starts + row)
+            row_end = tl.load(tile_starts + row + 1)
+        else:
+            row_start = 0
+            row_end = (tl.load(row_lens + row) + PLAN_TILE - 1) // PLAN_TILE
         segment_end = tl.minimum(row_end, last_tile)
         if tile < segment_end:
             length = tl.load(row_lens + row)
@@ -342,57 +331,9 @@ def _decode_kernel(
                 tl.store(target, result.to(out.dtype.element_ty), mask=in_out)
             else:
                 # A program has at most two such ends: one that began before its share, one that goes on after it.
-                entry = (program * 2 + (tile == row_start).to(tl.int32)) * NUM_HEADS + head
+                entry = program if SEGMENTS > 0 else program * 2 + (tile == row_start).to(tl.int32)
+                entry = entry * NUM_HEADS + head
                 tl.store(partial + entry[:, None].to(tl.int64) * VALUE_DIM + column[None, :], result, mask=in_out)
                 tl.store(partial_lse + entry, maximum + tl.log2(total), mask=head < NUM_HEADS)
             tile = segment_end
         row += 1
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_programs"])
-def _merge_kernel(
-    partial,
-    partial_lse,
-    tile_starts,
-    out,
-    num_rows,
-    num_programs,
-    NUM_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Rows that several programs attended: weigh their results by the log-sum-exp. Rows without keys: 0."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    in_row = column < VALUE_DIM
-    target = out + (row.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + column
-    wait_for_previous(PDL)
-    row_start = tl.load(tile_starts + row)
-    row_end = tl.load(tile_starts + row + 1)
-    if row_start == row_end:
-        tl.store(target, tl.zeros([COLUMNS], out.dtype.element_ty), mask=in_row)
-    else:
-        share = (tl.load(tile_starts + num_rows) + num_programs - 1) // num_programs
-        first = row_start // share
-        last = (row_end - 1) // share
-        if first < last:
-            maximum = float("-inf")
-            total = 0.0
-            merged = tl.zeros([COLUMNS], tl.float32)
-            for start in range(first, last + 1, SPLITS):
-                program = start + tl.arange(0, SPLITS)
-                is_split = program <= last
-                entry = (program * 2 + (program == first).to(tl.int32)) * NUM_HEADS + head
-                lse = tl.load(partial_lse + entry, mask=is_split, other=float("-inf"))
-                results = partial + entry[:, None].to(tl.int64) * VALUE_DIM + column[None, :]
-                results = tl.load(results, mask=is_split[:, None] & in_row[None, :], other=0.0)
-                new_maximum = tl.maximum(maximum, tl.max(lse, axis=0))
-                weights = tl.exp2(lse - new_maximum)
-                decay = tl.exp2(maximum - new_maximum)
-                total = total * decay + tl.sum(weights, axis=0)
-                merged = merged * decay + tl.sum(weights[:, None] * results, axis=0)
-                maximum = new_maximum
-            tl.store(target, (merged / total).to(out.dtype.element_ty), mask=in_row)

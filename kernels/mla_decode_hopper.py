@@ -19,6 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.fp8_entry import Fp8Entry
+from kernels.mla_decode_plan import MIN_SEGMENT_TILES
 
 TILE = 64  # keys: the M of the matrix unit's instruction
 _ROPE_DIM = 64
@@ -52,6 +53,7 @@ def launch(
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     scale: float,
     heads_per_program: int,
+    num_segments: int,
 ) -> None:
     """Fill the rows of `results` (out, partial, partial_lse) that the plan's `work` deals out.
 
@@ -61,38 +63,21 @@ def launch(
     num_rows, num_heads, dim = q.shape
     value_dim = dim - _ROPE_DIM
     num_groups = -(-num_heads // heads_per_program)
-    num_programs = work[3].shape[0]
+    num_programs = num_rows * num_segments if num_segments else work[3].shape[0]
     if is_fp8 := cache.dtype == torch.uint8:
         values, ropes, scales = Fp8Entry(value_dim, _ROPE_DIM, q.dtype).views(cache.flatten(0, 1))
     else:
         values, ropes, scales = cache.flatten(0, 1), cache.flatten(0, 1)[:, value_dim:], cache
     _decode_kernel[(num_programs * num_groups,)](
-        q,
-        _rows(values, value_dim, _FP8_LAYOUT if is_fp8 else _CACHE_LAYOUT),
-        _rows(ropes, _ROPE_DIM, _CACHE_LAYOUT),
-        scales,
-        block_tables,
-        *work,
-        *results,
-        scale,
-        num_rows,
-        num_programs,
-        block_tables.stride(0),
-        q.stride(0),
-        q.stride(1),
-        NUM_HEADS=num_heads,
-        VALUE_DIM=value_dim,
-        ROPE_DIM=_ROPE_DIM,
-        BLOCK_SIZE=cache.shape[1],
-        HEADS=heads_per_program,
-        KEYS=TILE,
-        KEY_AXIS=1 if heads_per_program == 64 else 0,
-        IS_FP8=is_fp8,
-        SCALE_STRIDE=scales.stride(0) if is_fp8 else 0,
-        FP8_PART=_FP8_PART,
-        launch_pdl=True,
+        q, _rows(values, value_dim, _FP8_LAYOUT if is_fp8 else _CACHE_LAYOUT), _rows(ropes, _ROPE_DIM, _CACHE_LAYOUT),
+        scales, block_tables, *work, *results, scale,
+        num_rows, num_programs, block_tables.stride(0), q.stride(0), q.stride(1),
+        NUM_HEADS=num_heads, VALUE_DIM=value_dim, ROPE_DIM=_ROPE_DIM, BLOCK_SIZE=cache.shape[1],
+        HEADS=heads_per_program, KEYS=TILE, KEY_AXIS=1 if heads_per_program == 64 else 0,
+        IS_FP8=is_fp8, SCALE_STRIDE=scales.stride(0) if is_fp8 else 0, FP8_PART=_FP8_PART,
+        SEGMENTS=num_segments, MIN_TILES=MIN_SEGMENT_TILES, launch_pdl=True,
         num_warps=8 if heads_per_program == 64 else _FP8_WARPS if is_fp8 else 4,
-    )
+    )  # fmt: skip
 
 
 def _rows(part: torch.Tensor, width: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
@@ -186,6 +171,16 @@ def _load_query(q_row, head, column_start, target, head_stride, NUM_HEADS: gl.co
     target.store(gl.load(pointers, mask=(heads < NUM_HEADS)[:, None], other=0.0))
 
 
+@gluon.jit
+def _segment_of(length, segment, MAX_SEGMENTS: gl.constexpr, KEYS: gl.constexpr, MIN_TILES: gl.constexpr):
+    """As segment_of in mla_decode_plan.py."""
+    num_tiles = (length + KEYS - 1) // KEYS
+    num_segments = gl.maximum(gl.minimum(MAX_SEGMENTS, (num_tiles + MIN_TILES - 1) // MIN_TILES), 1)
+    share = (num_tiles + num_segments - 1) // num_segments
+    first = gl.minimum(segment * share, num_tiles)
+    return first, gl.minimum(first + share, num_tiles)
+
+
 @gluon.jit(do_not_specialize=["num_rows", "num_programs", "table_stride"])
 def _decode_kernel(
     q,
@@ -216,6 +211,8 @@ def _decode_kernel(
     IS_FP8: gl.constexpr,
     SCALE_STRIDE: gl.constexpr,
     FP8_PART: gl.constexpr,
+    SEGMENTS: gl.constexpr,
+    MIN_TILES: gl.constexpr,
 ):
     """One share of the tiles for one group of heads. Of two tiles of shared memory one is filled while the other is
     worked on; each is read in place as keys (rows) and as values (columns).
@@ -259,10 +256,15 @@ def _decode_kernel(
     NUM_GROUPS: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     program = gl.program_id(0) // NUM_GROUPS
     first_head = gl.program_id(0) % NUM_GROUPS * HEADS
-    num_tiles = gl.load(tile_starts + num_rows)
-    share = (num_tiles + num_programs - 1) // num_programs
-    first_tile = program * share
-    last_tile = gl.minimum(first_tile + share, num_tiles)
+    if SEGMENTS == 0:
+        num_tiles = gl.load(tile_starts + num_rows)
+        share = (num_tiles + num_programs - 1) // num_programs
+        first_tile = program * share
+        last_tile = gl.minimum(first_tile + share, num_tiles)
+        row = gl.load(first_rows + program)
+    else:
+        row = program // SEGMENTS
+        first_tile, last_tile = _segment_of(gl.load(row_lens + row), program % SEGMENTS, SEGMENTS, KEYS, MIN_TILES)
 
     key = gl.arange(0, KEYS, gl.SliceLayout(HEAD_AXIS, score_layout))
     maximum = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(KEY_AXIS, score_layout))
@@ -270,13 +272,14 @@ def _decode_kernel(
     numerator = gl.zeros(value_shape, gl.float32, value_layout)
     no_scores = gl.zeros(score_shape, gl.float32, score_layout)
 
-    row = gl.load(first_rows + program)
     token = 0
     length = 0
     slot = 0
     table = block_tables
     if first_tile < last_tile:
-        token = (first_tile - gl.load(tile_starts + row)) * KEYS
+        token = first_tile * KEYS
+        if SEGMENTS == 0:
+            token -= gl.load(tile_starts + row) * KEYS
         length = gl.load(row_lens + row)
         table = block_tables + gl.load(row_sequences + row).to(gl.int64) * table_stride
         slot = _copy_tile(
@@ -374,7 +377,7 @@ def _decode_kernel(
                 gl.store(out + target, result.to(dtype), mask=is_head)
             else:
                 # A program has at most two such ends: one that began before its share, one that goes on after it.
-                entry = (program * 2 + gl.where(began_here, 1, 0)) * NUM_HEADS
+                entry = (program if SEGMENTS > 0 else program * 2 + gl.where(began_here, 1, 0)) * NUM_HEADS
                 target = gl.expand_dims((entry + head).to(gl.int64), KEY_AXIS) * VALUE_DIM + column
                 gl.store(partial + target, result, mask=is_head)
                 lse_head = first_head + gl.arange(0, HEADS, gl.SliceLayout(KEY_AXIS, score_layout))

@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import invariance
 from kernels.dependent_launch import dependent_launch, wait_for_previous
 
 PLAN_TILE = 64  # keys: work is dealt out in tiles of this many
+MAX_SEGMENTS, MIN_SEGMENT_TILES = 8, 16  # of a row that is split by its own length alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class TritonDecodePlan:
     row_lens: torch.Tensor  # [N] int32: how many of them the row sees
     tile_starts: torch.Tensor  # [N + 1] int32
     first_rows: torch.Tensor  # [num_programs] int32: the row of each program's first tile
+    # Set where a row must be split by its own length alone: programs per row. Tiles form no line then.
+    num_segments: int = 0
 
 
 def heads_per_program(num_heads: int) -> int:
@@ -45,6 +49,8 @@ def plan_triton(
     context_lens: torch.Tensor, num_queries: int, num_heads: int, query_starts: torch.Tensor | None
 ) -> TritonDecodePlan:
     device = context_lens.device
+    if invariance.is_required():
+        return _plan_segments(context_lens, num_queries, query_starts)
     num_programs = _num_programs(device, num_heads)
     plan = TritonDecodePlan(
         row_sequences=torch.empty(num_queries, dtype=torch.int32, device=device),
@@ -70,6 +76,28 @@ def plan_triton(
         **dependent_launch(device),
     )
     return plan
+
+
+def _plan_segments(context_lens: torch.Tensor, num_queries: int, query_starts: torch.Tensor | None) -> TritonDecodePlan:
+    rows = torch.arange(num_queries, dtype=torch.int32, device=context_lens.device)
+    sequences, lens = rows, context_lens
+    if query_starts is not None:
+        sequences = torch.searchsorted(query_starts, rows, right=True, out_int32=True) - 1
+        is_padding = sequences >= context_lens.shape[0]
+        sequences = sequences.clamp(max=context_lens.shape[0] - 1)
+        num_later = query_starts.index_select(0, sequences + 1) - 1 - rows
+        lens = (context_lens.index_select(0, sequences) - num_later).clamp(min=0).masked_fill(is_padding, 0)
+    return TritonDecodePlan(sequences, lens, lens, lens, MAX_SEGMENTS)
+
+
+@triton.jit
+def segment_of(length, segment, MAX_SEGMENTS: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr):
+    """The tiles [first, last) of a segment of a row of so many keys; the row's segments have equal shares."""
+    num_tiles = (length + TILE - 1) // TILE
+    num_segments = min(MAX_SEGMENTS, (num_tiles + MIN_TILES - 1) // MIN_TILES)
+    share = (num_tiles + max(num_segments, 1) - 1) // max(num_segments, 1)
+    first = min(segment * share, num_tiles)
+    return first, min(first + share, num_tiles)
 
 
 @triton.jit

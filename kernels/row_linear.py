@@ -7,8 +7,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from kernels import invariance
 from kernels.checks import Backend, check_dtype, check_last_dim_contiguous, check_shape, use_triton
 from kernels.dependent_launch import dependent_launch, wait_for_previous
+from kernels.fixed_linear import linear_fixed
 
 MAX_ROWS = 4  # with more, tiles of the matrix unit are faster
 _OUTPUTS, _MAX_INNER = 8, 2048  # of a program, and of one step of its sum
@@ -62,7 +64,7 @@ def linear_rows(
         bias:      [M], or None
         out_dtype: None: x's; else float32, and no bias
     Returns: [N, M], contiguous, freshly allocated; fp32 accumulation, one rounding. Up to MAX_ROWS rows of 16 bits have
-        a kernel of their own, the others are torch's.
+        a kernel of their own, the others are torch's; under `invariance` all are linear_fixed's.
     Raises:  ValueError on shape, dtype or stride
     """
     check_shape("weight", weight, (None, None))
@@ -70,6 +72,8 @@ def linear_rows(
     check_shape("x", x, (None, width))
     check_last_dim_contiguous("x", x)
     check_dtype("weight", weight, x.dtype)
+    if use_triton(x, backend) and invariance.is_required():
+        return linear_fixed(x, weight, bias, out_dtype=out_dtype)
     if not use_triton(x, backend) or not 0 < x.shape[0] <= MAX_ROWS or x.element_size() != 2:
         if out_dtype in (None, x.dtype):
             return F.linear(x, weight, bias)

@@ -32,7 +32,6 @@ LONG_FILES: dict[str, str] = {}  # path: why it is not split
 _ONE_PROGRAM = "one device program: its parts would hand each other every tile, pointer and stride"
 LONG_FUNCTIONS = {  # path:name: why it is not split
     "kernels/mla_decode.py:_decode_kernel": _ONE_PROGRAM,
-    "kernels/mla_decode.py:_decode_triton": "most of it is the arguments of one launch",
     "kernels/mla_decode_hopper.py:_decode_kernel": _ONE_PROGRAM,
     "kernels/mla_prefill.py:_prefill_kernel": _ONE_PROGRAM,
     "kernels/mla_prefill_hopper.py:_consume": _ONE_PROGRAM,

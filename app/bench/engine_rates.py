@@ -26,6 +26,7 @@ from app.model.config import ModelConfig
 from app.model.transformer import Transformer
 from app.model.weights import ModelWeights, random_weights
 from app.protocol import GenerateRequest, SamplingParams
+from kernels import invariance
 
 # Architecture figures of public checkpoints; weights are drawn from N(0, 0.02).
 SHAPES: dict[str, dict[str, object]] = {
@@ -86,6 +87,7 @@ def random_engine(model_config: ModelConfig, config: EngineConfig) -> Engine:
 def engine_around(weights: ModelWeights, model_config: ModelConfig, config: EngineConfig) -> Engine:
     device, dtype = weights.embedding.device, weights.embedding.dtype
     absorbed = is_batch_invariant(config, device, dtype)
+    invariance.require(absorbed and device.type == "cuda")
     model = Transformer(model_config, weights, device=device, dtype=dtype, absorbed_prefill=absorbed)
     return build_engine(model, model_config, config, device=device, dtype=dtype, version="random")
 

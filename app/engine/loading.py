@@ -26,7 +26,7 @@ from app.model.sharding import Shard
 from app.model.transformer import Transformer
 from app.model.weights import load_weights, random_weights
 from app.protocol import GenerateRequest, SamplingParams
-from kernels import native, tuning
+from kernels import invariance, native, tuning
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 256 * 2**20
@@ -73,9 +73,11 @@ def load_model(source: ModelSource, config: EngineConfig, place: RankPlace | Non
     else:
         fill = partial(load_weights, source.folder, model_config)
     weights = fill(device=device, dtype=dtype, backend=config.kernel_backend, shard=shard)
+    is_invariant = is_batch_invariant(config, device, dtype)
+    invariance.require(is_invariant and device.type == "cuda")
     return Transformer(
         model_config, weights, device=device, dtype=dtype, backend=config.kernel_backend, ranks=ranks,
-        absorbed_prefill=is_batch_invariant(config, device, dtype),
+        absorbed_prefill=is_invariant,
     )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ from app.engine.graphs import batch_sizes, prompt_shapes
 from app.engine.scheduler import Limits
 from app.model.attention.mla import MAX_KEYS
 from app.model.config import ModelConfig
+from kernels import invariance
+from kernels.mla_decode_plan import MAX_SEGMENTS
 
 LIBRARY_BYTES = 2**29  # matrix library, graphs' own structures
 FRAGMENTATION = 1.25
@@ -20,6 +22,8 @@ def workspace_bytes(model: ModelConfig, limits: Limits, bytes_per_value: int) ->
         num_chosen = model.moe.top_k + model.moe.num_shared_experts
         mlp = max(mlp, num_chosen * (2 * model.moe.intermediate_size + hidden))
     row_bytes = (attention + mlp) * bytes_per_value
+    if invariance.is_required():  # every row's segments are kept until they are merged
+        row_bytes += 4 * MAX_SEGMENTS * heads * model.kv_lora_rank
     key_bytes = (heads * (model.qk_nope_head_dim + model.v_head_dim) + model.cache_dim) * bytes_per_value
     shapes = prompt_shapes(limits.max_num_seqs, limits.max_batched_tokens)
     num_logit_rows = sum(batch_sizes(limits.max_num_seqs)) + sum(shape.num_seqs for shape in shapes)

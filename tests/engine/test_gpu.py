@@ -74,3 +74,26 @@ def test_seeded_sampling_on_device_ends_and_stays_in_vocabulary() -> None:
     while engine.has_work:
         for chunk in engine.step():
             assert all(0 <= token_id < engine.limits.vocab_size for token_id in chunk.token_ids)
+
+
+def test_batch_invariant_answers_do_not_depend_on_what_runs_beside_them() -> None:
+    """Tokens and the bits of their log-probabilities: all at once, in other chunks, each alone."""
+
+    def answers(engine: Engine, lengths: tuple[int, ...]) -> dict[int, list[tuple[int, float]]]:
+        sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
+        found: dict[int, list[tuple[int, float]]] = {length: [] for length in lengths}
+        for length in lengths:
+            prompt = tuple(6 + (length * 31 + 97 * index) % 8000 for index in range(length))
+            engine.add(GenerateRequest(str(length), prompt, sampling, cache_salt=str(length)))
+        while engine.has_work:
+            for chunk in engine.step():
+                for token_id, logprob in zip(chunk.token_ids, chunk.logprobs or (), strict=True):
+                    found[int(chunk.request_id)].append((token_id, logprob.logprob))
+        return found
+
+    lengths = (*LENGTHS, 1100)
+    engine = make_engine("cuda", "bfloat16", batch_invariant=True)
+    together = answers(engine, lengths)
+    engine.reset()
+    assert all(answers(engine, (length,)) == {length: together[length]} for length in lengths)
+    assert answers(make_engine("cuda", "bfloat16", batch_invariant=True, max_chunk_tokens=96), lengths) == together

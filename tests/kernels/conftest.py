@@ -10,13 +10,13 @@ import torch
 from tests.kernels.cases import CUDA, INTERPRETED, TORCH, Target
 
 # On a machine with a GPU kernels are compiled (tests/conftest.py), so nothing can be interpreted there.
-_TRITON_ON_CPU = [] if torch.cuda.is_available() else [pytest.param(INTERPRETED, id="interpreted")]
+TRITON_ON_CPU = [] if torch.cuda.is_available() else [pytest.param(INTERPRETED, id="interpreted")]
 
 
 @pytest.fixture(
     params=[
         pytest.param(TORCH, id="torch"),
-        *_TRITON_ON_CPU,
+        *TRITON_ON_CPU,
         pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu),
     ]
 )
