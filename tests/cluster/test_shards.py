@@ -1,0 +1,67 @@
+"""Replicas of several ranks on real Ray: they answer, and whatever loses a rank replaces all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from app.bench.server import LocalServer
+from app.bench.shard_faults import FAULTS, fault_runs
+from tests.cluster.conftest import ROOT, Server
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Iterator[LocalServer]:
+    with LocalServer(ROOT / "serve_configs" / "local-sharded.yaml", start_timeout_s=200) as server:
+        yield server
+
+
+def answer(url: str, prompt: str, max_tokens: int) -> str:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    response.raise_for_status()
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.parametrize(("repeats", "max_tokens"), [(1, 32), (300, 8)], ids=["short-tensor", "long-expert"])
+def test_two_ranks_answer_as_one(sharded: LocalServer, server: Server, repeats: int, max_tokens: int) -> None:
+    prompt = "Once upon a time there was a bear who " * repeats
+    assert answer(sharded.url, prompt, max_tokens) == answer(server.url, prompt, max_tokens)
+
+
+def test_a_killed_rank_is_replaced_with_its_replica(sharded: LocalServer) -> None:
+    lines: list[str] = []
+    (run,) = asyncio.run(fault_runs(sharded.url, sharded.ray_address, lines.append, FAULTS[:1]))
+    assert run.is_passed, lines
+
+
+@pytest.mark.full
+def test_every_fault_replaces_the_replica(sharded: LocalServer) -> None:
+    lines: list[str] = []
+    runs = asyncio.run(fault_runs(sharded.url, sharded.ray_address, lines.append))
+    assert len(runs) == 5 and all(run.is_passed for run in runs), lines
+
+
+@pytest.mark.full
+def test_replicas_that_lose_opposite_nodes_do_not_block_each_other() -> None:
+    command = [sys.executable, "-m", "tests.cluster.node_loss"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_check_asks_the_cluster_for_room(sharded: LocalServer) -> None:
+    command = ["check", str(ROOT / "serve_configs" / "local-sharded.yaml"), "--cluster", sharded.ray_address]
+    done = subprocess.run(
+        [sys.executable, "-m", "app.cli", *command], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("the cluster has room for all 3 replicas\n")
