@@ -27,6 +27,18 @@ for _name in ("RAY_ADDRESS", "TRITON_INTERPRET"):
     ENV.pop(_name, None)
 
 
+def metric(url: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples over all series that carry these labels."""
+    response = httpx.get(f"{url}/metrics", timeout=10)
+    response.raise_for_status()
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+        if sample.name == f"longspan:{name}" and labels.items() <= sample.labels.items()
+    )
+
+
 @dataclass(frozen=True)
 class Server:
     url: str
@@ -49,15 +61,7 @@ class Server:
         return found
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples over all series that carry these labels."""
-        response = httpx.get(f"{self.url}/metrics", timeout=10)
-        response.raise_for_status()
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(response.text)
-            for sample in family.samples
-            if sample.name == f"longspan:{name}" and labels.items() <= sample.labels.items()
-        )
+        return metric(self.url, name, **labels)
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

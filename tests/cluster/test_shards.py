@@ -12,7 +12,7 @@ import pytest
 
 from app.bench.server import LocalServer
 from app.bench.shard_faults import FAULTS, fault_runs
-from tests.cluster.conftest import ROOT, Server
+from tests.cluster.conftest import ROOT, Server, eventually, metric
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -35,6 +35,8 @@ def answer(url: str, prompt: str, max_tokens: int) -> str:
 def test_two_ranks_answer_as_one(sharded: LocalServer, server: Server, repeats: int, max_tokens: int) -> None:
     prompt = "Once upon a time there was a bear who " * repeats
     assert answer(sharded.url, prompt, max_tokens) == answer(server.url, prompt, max_tokens)
+    pool = "short" if repeats == 1 else "long"
+    eventually(lambda: metric(sharded.url, "expert_tokens_total", pool=pool) > 0)
 
 
 def test_a_killed_rank_is_replaced_with_its_replica(sharded: LocalServer) -> None:
