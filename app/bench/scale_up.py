@@ -24,6 +24,12 @@ SHORT_TOKENS, OUTPUT_TOKENS = 64, 64
 LONG_TOKENS = 2500  # goes to the long pool
 PERIOD_S = 0.05
 TIMEOUT_S = 120.0
+# Windows short enough for several runs; a pool may stop as soon as nothing arrives.
+QUICK_SCALING = {
+    "budget": 3,
+    "short": {"min_replicas": 1, "max_replicas": 2, "ttft_target_s": 1.0, "up_window_s": 0.4, "down_window_s": 4},
+    "long": {"min_replicas": 0, "max_replicas": 1, "down_window_s": 1},
+}
 _APP = "pools"
 
 

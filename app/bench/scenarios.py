@@ -17,6 +17,7 @@ from app.errors import ConfigError
 
 MEGABYTE = 2**20
 SHARDED_CONFIG = Path("serve_configs/local-sharded.yaml")
+AUTOSCALE_CONFIG = Path("serve_configs/autoscale.yaml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,30 @@ def overload(options: ScenarioOptions) -> dict[str, Any]:
     }
 
 
+def scale_up(options: ScenarioOptions) -> dict[str, Any]:
+    """Overload: seconds to the decision (limit 2), to the second replica (limit 10), back to one; and from zero.
+
+    Medians of the runs; none may lose a request or move the other pool. `idle_start_s` is how long the same start takes
+    while nothing else goes on.
+    """
+    from app.bench.scale_up import QUICK_SCALING, scale_up_runs  # ray
+
+    config = _own_server(options, "scale-up", AUTOSCALE_CONFIG)
+    with LocalServer(config, args={"pools": {"scaling": QUICK_SCALING}}) as server:
+        runs = asyncio.run(scale_up_runs(server.url, server.ray_address, options.runs or 3, options.report))
+    decision_s = statistics.median(load.decision_s for _, load in runs)
+    running_s = statistics.median(load.running_s for _, load in runs)
+    is_whole = all(load.num_failed == 0 and not load.has_other_moved for _, load in runs)
+    is_woken = all(zero.first_token_s is not None for zero, _ in runs)
+    return {
+        "passed": decision_s <= 2.0 and running_s <= 10.0 and is_whole and is_woken,
+        "decision_s": decision_s,
+        "running_s": running_s,
+        "idle_start_s": statistics.median(zero.start_s for zero, _ in runs),
+        "runs": [{"from_zero": zero, "overload": load} for zero, load in runs],
+    }
+
+
 def _local_args(
     *,
     num_replicas: int = 1,
@@ -219,6 +244,7 @@ SCENARIOS: dict[str, Scenario] = {
     "mixed": mixed,
     "overload": overload,
     "replica-kill": replica_kill,
+    "scale-up": scale_up,
     "shard-faults": shard_faults,
 }
 

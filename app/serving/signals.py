@@ -24,6 +24,7 @@ class SignalMeter:
     def __init__(self, max_running_seqs: int) -> None:
         self._max_running_seqs = max_running_seqs
         self._last: tuple[float, EngineStats] | None = None
+        self._busy_s = -math.inf
         self._seqs_per_s = 0.0
         self._tokens_per_s = 0.0
         self._speed: float | None = None
@@ -36,6 +37,12 @@ class SignalMeter:
             self._last = now, stats
         elif now - self._last[0] >= PERIOD_S:
             self._average(self._last[1], stats, now - self._last[0])
+            in_hand = stats.num_requests_running + stats.num_requests_waiting
+            if in_hand or _num_arrived(stats) > _num_arrived(self._last[1]):
+                self._busy_s = now
+            elif now - self._busy_s >= ARRIVAL_WINDOW_S:
+                # An average never gets there, and a pool may stop only if nothing arrives.
+                self._seqs_per_s = self._tokens_per_s = 0.0
             self._last = now, stats
         return ReplicaSignals(
             waiting_seqs=stats.num_requests_waiting,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from typing import Any
 
 import httpx
 import pytest
+import ray
 import yaml
 
 from app.bench.scale_up import Watch, from_zero, overload, watching
@@ -146,3 +149,31 @@ def test_a_replica_no_node_can_place_is_explained_and_gives_its_budget_back() ->
         assert max(one["granted"] for one in decisions(server, "short")) == 2
     finally:
         server.stop()
+
+
+@pytest.mark.full
+def test_settings_change_while_it_runs() -> None:
+    """`serve deploy` with other settings of the monitor: nothing restarts, and the pools follow."""
+
+    def deploy(server: LocalServer) -> None:
+        document = yaml.safe_load((server.log_path.parent / "config.yaml").read_text(encoding="utf-8"))
+        (pools,) = (application for application in document["applications"] if application["name"] == "pools")
+        settings = {**pools["args"]["scaling"], "short": {"min_replicas": 2, "max_replicas": 2}}
+        pools["deployments"] = [{"name": "monitor", "user_config": settings}]
+        path = server.log_path.parent / "changed.yaml"
+        path.write_text(yaml.safe_dump(document), encoding="utf-8")
+        dashboard = ray.init(ignore_reinit_error=True).dashboard_url
+        command = [sys.executable, "-m", "ray.serve.scripts", "deploy", "-a", f"http://{dashboard}", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    async def run(server: LocalServer) -> None:
+        async with watching(server.ray_address) as watch:
+            await watch.until("short", lambda sample: sample.running == sample.granted == 1, time.perf_counter())
+            await asyncio.to_thread(deploy, server)
+            await watch.until("short", lambda sample: sample.running == sample.granted == 2, time.perf_counter())
+
+    with local_server(long_pool={"min_replicas": 1}) as server:
+        asyncio.run(run(server))
+        log = controller_log(server)
+        assert log.count("Starting Replica") == 5  # router, monitor, long, and two of short: none twice

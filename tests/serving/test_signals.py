@@ -6,7 +6,7 @@ import pytest
 
 from app.protocol import EngineStats, Histogram
 from app.serving.load import ReplicaSignals
-from app.serving.signals import SignalMeter
+from app.serving.signals import ARRIVAL_WINDOW_S, SignalMeter
 
 
 def stats(
@@ -42,6 +42,22 @@ def test_arrivals_are_what_was_done_plus_what_is_in_hand() -> None:
     queueing = run(SignalMeter(8), range(300), finished=2, waiting=2, computed=500, tokens=400)
     assert queueing.arrival_seqs_per_s == pytest.approx(4, rel=0.01)
     assert queueing.arrival_tokens_per_s == pytest.approx(900, rel=0.01)
+
+
+def test_arrivals_are_none_after_a_window_with_nothing_to_do() -> None:
+    meter = SignalMeter(8)
+    run(meter, range(100), finished=4, computed=900)
+    last = stats(finished=4 * 99, computed=900 * 99)
+    for second in range(100, 99 + int(ARRIVAL_WINDOW_S)):
+        assert meter.update(last, float(second)).arrival_seqs_per_s > 1
+    signals = meter.update(last, 99 + ARRIVAL_WINDOW_S)
+    assert signals.arrival_seqs_per_s == signals.arrival_tokens_per_s == 0
+    running = stats(finished=4 * 99, computed=900 * 99, running=1)
+    meter = SignalMeter(8)
+    run(meter, range(100), finished=4, computed=900)
+    for second in range(100, 250):
+        signals = meter.update(running, float(second))
+    assert signals.arrival_seqs_per_s > 0
 
 
 def test_a_new_replica_rises_as_its_neighbour_falls_so_their_sum_is_right() -> None:
