@@ -38,7 +38,7 @@ LONG_FUNCTIONS = {  # path:name: why it is not split
 }
 
 ENGINE_METHODS = {
-    *{"start", "stop", "step", "has_work", "validate", "add", "generate", "abort"},
+    *{"start", "stop", "step", "has_work", "validate", "add", "generate", "abort", "warm_up", "fail"},
     *{"stats", "check_health", "reset", "check_integrity"},
 }
 KERNELS = {
@@ -51,6 +51,7 @@ KERNELS = {
     "mla_decode": {"mla_decode"},
     "mla_prefill": {"mla_prefill"},
     "mla_rope_cache": {"mla_rope_cache"},
+    "row_linear": {"linear_rows"},
     "rms_norm": {"rms_norm", "add_rms_norm"},
     "sampling": {"sample"},
 }
