@@ -320,7 +320,7 @@ def fused_experts(
     Args:
         x:       [N, D] contiguous
         gate_up: [E, 2I, D], the gate's I rows above the up projection's
-        down:    [E, D, I]; both contiguous, or on CPU with each expert's matrix stored transposed (faster there)
+        down:    [E, D, I]; both contiguous
         ids:     [N, k] int32; -1 contributes nothing; an expert named twice counts twice
         weights: [N, k] fp32, finite
     Returns: [N, D] in x's dtype, freshly allocated. The sum over j runs in the order of j.
@@ -342,12 +342,12 @@ def fused_experts(
         check_contiguous(name, tensor)
     check_dtype("gate_up", gate_up, x.dtype)
     check_dtype("down", down, x.dtype)
+    check_contiguous("gate_up", gate_up)
+    check_contiguous("down", down)
     if ids.numel() == 0:
         return torch.zeros_like(x)
     if not use_triton(x, backend):
         return _torch_experts(x, gate_up, down, ids, weights)
-    check_contiguous("gate_up", gate_up)
-    check_contiguous("down", down)
     if dim * x.element_size() % 16 or inter * x.element_size() % 16:
         raise ValueError(f"x: rows of {dim} and {inter} values must be multiples of 16 bytes for the Triton kernel")
     tiles = choose_tiles(ids.numel(), num_experts, dim, inter, x.dtype, x.device)
