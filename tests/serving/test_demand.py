@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 import pytest
 
 from app.errors import UnavailableError
+from app.protocol import EngineStats
 from app.serving.board import PoolDecision
 from app.serving.demand import UNPLACED_RETRY_S, ZeroGate
+from app.serving.dispatch import Dispatcher
+from app.serving.monitor import ReplicaReport
 from app.serving.scaling_view import PoolStart
+from tests.serving.test_dispatch import LIMITS, answer, build, prompt, texts
 
 RUNNING = PoolDecision(running=1, target=1, wanted=1, granted=1)
 CLOSING = PoolDecision(running=1, target=0, wanted=0, granted=0)
@@ -68,3 +75,47 @@ def test_a_replica_without_room_is_not_waited_for() -> None:
     with pytest.raises(UnavailableError, match="no node has room") as caught:
         gate(blocked).check(None, 100.0)
     assert caught.value.retry_after_s == UNPLACED_RETRY_S
+
+
+# ---- in the router ----
+
+
+async def in_time(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def tell(dispatcher: Dispatcher, decision: PoolDecision) -> None:
+    """The monitor's word; the replica reports on until the end, and a little longer."""
+    report = ReplicaReport("short", "a", LIMITS, EngineStats())
+    dispatcher.update([(0.0, report)], decision, PoolStart(cold_start_s=8.0, waited_s=0.0, timeout_s=600.0))
+
+
+@pytest.mark.asyncio
+async def test_a_request_waits_for_a_pool_that_closes_and_is_reported_at_once() -> None:
+    dispatcher, client = build(answer, "a")
+    told: list[None] = []
+    dispatcher._on_hold = lambda: told.append(None)
+    tell(dispatcher, CLOSING)
+    task = asyncio.create_task(texts(dispatcher, prompt("x")))
+    await in_time(lambda: bool(told))
+    for decision in (CLOSING, ASLEEP, STARTING):
+        assert dispatcher.traffic.router_requests_held == 1
+        tell(dispatcher, decision)
+        await asyncio.sleep(0.005)
+    assert client.sent == [] and len(told) == 1
+    tell(dispatcher, RUNNING)
+    assert await task == ["1", "2"]
+    assert client.sent == ["a"] and dispatcher.traffic.router_requests_held == 0
+
+
+@pytest.mark.asyncio
+async def test_who_was_told_to_come_back_counts_as_held_until_a_replica_is_there() -> None:
+    dispatcher, client = build(answer, "a")
+    tell(dispatcher, ASLEEP)
+    with pytest.raises(UnavailableError):
+        await texts(dispatcher, prompt("x"), asyncio.get_running_loop().time() + 1.0)
+    assert client.sent == [] and dispatcher.traffic.router_requests_held == 1
+    tell(dispatcher, RUNNING)
+    assert dispatcher.traffic.router_requests_held == 0
