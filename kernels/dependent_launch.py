@@ -1,7 +1,8 @@
 """Programmatic dependent launch on Hopper: a kernel is set up, and may read weights, while the one before still runs.
 
 A kernel so launched calls `wait_for_previous` before it touches anything that an earlier kernel writes. Past the wait
-all earlier kernels are done, since every one of them has waited itself. The next kernel is let in only then.
+all earlier kernels are done, since every one of them has waited itself. The next kernel is let in before the wait: its
+programs take only what room this one's leave, since all of this one's have begun by then.
 """
 
 from __future__ import annotations
@@ -24,5 +25,5 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()

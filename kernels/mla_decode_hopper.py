@@ -250,8 +250,8 @@ def _decode_kernel(
     mbarrier.init(arrived.index(0), count=1)
     mbarrier.init(arrived.index(1), count=1)
     fence_async_shared()
-    gdc_wait()  # a dependent launch, see dependent_launch.py
-    gdc_launch_dependents()
+    gdc_launch_dependents()  # a dependent launch, see dependent_launch.py
+    gdc_wait()
 
     NUM_GROUPS: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     program = gl.program_id(0) // NUM_GROUPS
