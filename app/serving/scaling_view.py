@@ -105,6 +105,8 @@ class ScalingView:
                 rate = self._rejected_since.pop(name, 0) / elapsed_s if math.isfinite(elapsed_s) else 0.0
                 self._rejected_per_s[name] += part * (rate - self._rejected_per_s[name])
             self._rated_s = now
+        for name in set(self._settings) - self._known:
+            self._waking_since_s.setdefault(name, now)
         return monitor_stats(self._config, {name: self._demand(name, now) for name in self._settings})
 
     def _demand(self, name: PoolName, now: float) -> Demand:

@@ -38,8 +38,9 @@ def test_settings_reach_the_policy() -> None:
 def test_a_pool_nobody_has_heard_of_is_wanted_once() -> None:
     one = view()
     assert one.stats(0.0)["demand/long/waiting_seqs"] == 1
-    one.hear_replica("long", 5.0, 1.0)
-    assert one.stats(2.0)["demand/long/waiting_seqs"] == 0
+    one.hear_replica("long", 3.0, 5.0)
+    assert one.stats(6.0)["demand/long/waiting_seqs"] == 0
+    assert one.starts(6.0)["long"].cold_start_s == 5.0
 
 
 def test_what_all_routers_hold_is_the_demand() -> None:
