@@ -23,6 +23,8 @@ from app.serving.scaling_view import PoolStart, RouterDemand, ScalingView
 logger = logging.getLogger("ray.serve")
 
 STALE_AFTER_S = 10.0
+PLACED_S = 5.0  # a replica that waits no longer is just being placed
+REPEAT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Monitor:
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
         self._routers: dict[str, tuple[float, RouterReport]] = {}
         self._limits: dict[PoolName, PoolLimits] = {}
-        self._waiting: set[str] = set()
+        self._waiting: dict[str, float] = {}  # lines about replicas without room, and when to log each next
         self._scaling = ScalingView()
         self._reader: asyncio.Task[None] | None = None
 
@@ -104,10 +106,13 @@ class Monitor:
 
     def check_health(self) -> None:
         """Asked by Serve now and then: the moment to log which replicas find no room, as they cannot say it."""
-        lines = set(waiting_groups(placement_group_table(), nodes_of(ray.nodes())))  # type: ignore[no-untyped-call]
-        for line in lines & self._waiting:  # twice in a row: not one that is just being placed
-            logger.warning(line)
-        self._waiting = lines
+        now = time.monotonic()
+        lines = waiting_groups(placement_group_table(), nodes_of(ray.nodes()))  # type: ignore[no-untyped-call]
+        self._waiting = {line: self._waiting.get(line, now + PLACED_S) for line in lines}
+        for line, due_s in self._waiting.items():
+            if now >= due_s:
+                logger.warning(line)
+                self._waiting[line] = now + REPEAT_S
 
     async def exchange(self, report: RouterReport) -> VersionSnapshot:
         """Take a router's report and give it the snapshot: one call a second instead of two."""

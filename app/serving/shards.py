@@ -63,6 +63,8 @@ class Rank:
         """Import what `run` needs, so that all ranks then join the process group at about the same time."""
         import app.engine.ranks  # noqa: F401
 
+        # Serve's logging is for replicas; this goes to the worker's own file in Ray's log folder.
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s -- %(message)s")
         return RankProcess(ray.get_runtime_context().get_node_id(), os.getpid())
 
     def run(self, source: ModelSource, config: EngineConfig, place: RankPlace) -> None:
@@ -214,9 +216,10 @@ class Shards:
                 ray.kill(actor)
         for process in self._processes:
             if process.node_id == here:
-                # A stopped process does not see what Ray sends it.
+                # Ray gives a process that does not react five seconds; the next replica wants its GPU sooner.
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
+        self._processes = []
 
 
 def start_shards(config: PoolConfig) -> Shards | None:
