@@ -14,6 +14,7 @@ import triton.language as tl
 
 from kernels import invariance, tuning
 from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, use_triton
+from kernels.dependent_launch import dependent_launch, wait_for_previous
 from kernels.fp8_entry import power_of_two_scale, round_to_e4m3, scale_of
 from kernels.fused_experts import (
     INVARIANT_ROWS_PER_EXPERT,
@@ -71,8 +72,11 @@ def fp8_experts_reference(
 
 
 @triton.jit
-def _quantize_kernel(x_ptr, values_ptr, scales_ptr, D: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+def _quantize_kernel(
+    x_ptr, values_ptr, scales_ptr, D: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr
+):
     """GROUPS groups of one row: quantize_groups."""
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     is_group = group < D // GROUP
@@ -88,11 +92,12 @@ def _gate_up_kernel(
     x_ptr, x_scales_ptr, gate_up_desc, w_scales_ptr, hidden_ptr, hidden_scales_ptr,
     rows_ptr, block_experts_ptr, num_blocks_ptr, num_pairs,
     D: tl.constexpr, INTER: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden[r] = silu(gate) * up of the token in sorted row r, rounded to e4m3: a tile is one group wide."""
     columns: tl.constexpr = INTER // BLOCK
     depth: tl.constexpr = D // BLOCK
+    wait_for_previous(PDL)
     num_blocks = tl.load(num_blocks_ptr)
     k = tl.arange(0, BLOCK)
     for tile in tl.range(tl.program_id(0), num_blocks * columns, tl.num_programs(0)):
@@ -126,11 +131,12 @@ def _down_kernel(
     hidden_desc, hidden_scales_ptr, down_desc, w_scales_ptr, weights_ptr, out_ptr,
     rows_ptr, block_experts_ptr, num_blocks_ptr, num_pairs,
     D: tl.constexpr, INTER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = weights[pair] * down @ hidden of the pair's sorted row."""
     columns: tl.constexpr = D // BLOCK_N
     depth: tl.constexpr = INTER // BLOCK
+    wait_for_previous(PDL)
     num_blocks = tl.load(num_blocks_ptr)
     for tile in tl.range(tl.program_id(0), num_blocks * columns, tl.num_programs(0)):
         block, column = tile_of(tile, num_blocks, columns, GROUP)
@@ -157,7 +163,9 @@ def _triton_experts(
     pairs = sort_pairs(ids, num_experts, tiles.rows)
     x8 = torch.empty(num_tokens, dim, dtype=_E4M3, device=x.device)
     x_scales = torch.empty(num_tokens, dim // BLOCK, dtype=torch.float32, device=x.device)
-    _quantize_kernel[(num_tokens, triton.cdiv(dim // BLOCK, 8))](x, x8, x_scales, D=dim, GROUP=BLOCK, GROUPS=8)
+    _quantize_kernel[(num_tokens, triton.cdiv(dim // BLOCK, 8))](
+        x, x8, x_scales, D=dim, GROUP=BLOCK, GROUPS=8, **dependent_launch(x.device)
+    )
     hidden = torch.empty(len(pairs.rows), inter, dtype=_E4M3, device=x.device)
     hidden_scales = torch.empty(len(pairs.rows), inter // BLOCK, dtype=torch.float32, device=x.device)
     parts = torch.empty(num_pairs, dim, dtype=x.dtype, device=x.device)
@@ -167,7 +175,7 @@ def _triton_experts(
         x8, x_scales, descriptor(experts.gate_up.view(-1, dim), BLOCK, BLOCK), experts.gate_up_scales,
         hidden, hidden_scales, pairs.rows, pairs.block_experts, pairs.num_blocks, num_pairs,
         D=dim, INTER=inter, TOP_K=ids.shape[1], BLOCK_M=tiles.rows, BLOCK=BLOCK, GROUP=tile.group,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent_launch(x.device),
     )  # fmt: skip
     tile = tiles.down
     _down_kernel[(min(len(pairs.block_experts) * (dim // tile.columns), tile.programs * processors),)](
@@ -175,7 +183,7 @@ def _triton_experts(
         descriptor(experts.down.view(-1, inter), tile.columns, BLOCK), experts.down_scales,
         weights, parts, pairs.rows, pairs.block_experts, pairs.num_blocks, num_pairs,
         D=dim, INTER=inter, BLOCK_M=tiles.rows, BLOCK_N=tile.columns, BLOCK=BLOCK, GROUP=tile.group,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent_launch(x.device),
     )  # fmt: skip
     return sum_parts(parts, ids, num_experts)
 
