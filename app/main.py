@@ -24,6 +24,7 @@ from app.serving.routing import PoolName
 # Far above RouterSettings.max_ongoing_requests: the router itself refuses, with an OpenAI body.
 ROUTER_ONGOING_REQUESTS = 100_000
 DRAIN_TIMEOUT_S = 600.0
+REQUEST_ROUTER = "app.serving.request_router:NamedReplicaRouter"  # Serve's annotation forgets that it takes a path
 MAX_REPLICAS = 1000  # Serve's own bound; ours may change while it runs
 # How often replicas and monitor push their figures to Serve's controller, and how often they are asked for them.
 METRICS_INTERVAL_S, LOOK_BACK_S = 0.25, 1.0
@@ -81,7 +82,7 @@ def _pool(name: PoolName, config: PoolsConfig, pool: PoolConfig, scaling: PoolSc
         health_check_timeout_s=pool.health_check_timeout_s,
         user_config=pool.settings.model_dump(),
         # By name: the controller imports it from the installed package.
-        request_router_config=RequestRouterConfig(request_router_class="app.serving.request_router:NamedReplicaRouter"),
+        request_router_config=RequestRouterConfig(request_router_class=REQUEST_ROUTER),  # type: ignore[arg-type]
         **placement_options(pool),
     )
     return deployment(Replica).bind(name, config.model, pool)
