@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from app.planning.sharding import SHAPES, Accelerator, ShardingCost, best, sharding_cost, shardings
+from app.planning.sharding import SHAPES, Accelerator, ShardingCost, sharding_cost, shardings
 
-HEAD = "ranks  tensor x expert  weights GB  cache Mtok  all-reduce MB  all-to-all MB  compute ms  collect. ms  step ms"
+HEAD = (
+    "ranks  replicas  tensor x expert  weights GB  cache Mtok  all-reduce MB  all-to-all MB"
+    "  compute ms  collect. ms  step ms"
+)
 NOTES = """\
-weights and cache per rank, where each rank has the whole cache; MB sent per rank and step; the step is the sum of
-compute and collectives, none hidden; * is the fastest that holds the batch"""
+weights and cache per rank, where each rank has the replica's whole cache; MB sent per rank and step; replicas share
+the sequences; the step is the sum of compute and collectives, none hidden; * is the fastest that holds the sequences"""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,19 +52,23 @@ def _count(text: str) -> int:
 
 
 def sharding_lines(name: str, num_ranks: int, batch: int, context: int) -> list[str]:
+    """A line for each way to use so many accelerators: as one replica, or as one of each node."""
     device, shape = Accelerator(), SHAPES[name]
-    costs = [
-        sharding_cost(shape, tensor, expert, batch=batch, context=context, device=device)
-        for tensor, expert in shardings(shape, num_ranks, device)
-    ]
-    chosen = best(costs, batch * context)
-    return [_line(cost) + (" *" if cost is chosen else "") for cost in costs]
+    rows = []
+    for replicas in sorted({1, max(1, num_ranks // device.per_node)}):
+        for tensor, expert in shardings(shape, num_ranks // replicas, device):
+            share = -(-batch // replicas)
+            rows.append((replicas, sharding_cost(shape, tensor, expert, batch=share, context=context, device=device)))
+    holding = [row for row in rows if row[1].cache_tokens >= batch / row[0] * context]
+    chosen = min(holding, key=lambda row: row[1].step_s, default=None)
+    return [_line(replicas, cost) + (" *" if (replicas, cost) == chosen else "") for replicas, cost in rows]
 
 
-def _line(cost: ShardingCost) -> str:
+def _line(replicas: int, cost: ShardingCost) -> str:
     cache = f"{cost.cache_tokens / 1e6:.1f}" if cost.fits else "no room"
     return (
-        f"{cost.tensor * cost.expert:5}  {f'{cost.tensor} x {cost.expert}':>15}  {cost.weight_bytes / 1e9:10.1f}"
-        f"  {cache:>10}  {cost.all_reduce_bytes / 1e6:13.1f}  {cost.all_to_all_bytes / 1e6:13.1f}"
+        f"{replicas * cost.tensor * cost.expert:5}  {replicas:8}  {f'{cost.tensor} x {cost.expert}':>15}"
+        f"  {cost.weight_bytes / 1e9:10.1f}  {cache:>10}  {cost.all_reduce_bytes / 1e6:13.1f}"
+        f"  {cost.all_to_all_bytes / 1e6:13.1f}"
         f"  {cost.compute_s * 1e3:10.1f}  {cost.collective_s * 1e3:11.1f}  {cost.step_s * 1e3:7.1f}"
     )

@@ -204,8 +204,3 @@ def _compute_s(shape: ModelShape, tensor: int, expert: int, batch: int, context:
             seqs * (attention_flops + shape.shared_flops_per_token * context),
         )
     )
-
-
-def best(costs: list[ShardingCost], tokens: float) -> ShardingCost | None:
-    """The fastest whose cache holds so many tokens."""
-    return min((cost for cost in costs if cost.cache_tokens >= tokens), key=lambda cost: cost.step_s, default=None)

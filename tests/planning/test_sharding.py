@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from app import cli
-from app.planning.sharding import SHAPES, Accelerator, ModelShape, best, rank_weight_bytes, sharding_cost, shardings
+from app.planning.command import sharding_lines
+from app.planning.sharding import SHAPES, Accelerator, ModelShape, rank_weight_bytes, sharding_cost, shardings
 
 DEVICE = Accelerator()
 
@@ -58,13 +59,13 @@ def test_one_rank_exchanges_nothing_and_more_ranks_compute_less() -> None:
     assert alone.compute_s > max(tensor.compute_s, expert.compute_s) > alone.compute_s / 2
 
 
-def test_what_does_not_fit_is_never_the_best() -> None:
+def test_what_does_not_fit_is_never_chosen() -> None:
     shape = SHAPES["deepseek-v4-pro"]
     costs = [sharding_cost(shape, *at, batch=8, context=1024, device=DEVICE) for at in shardings(shape, 8, DEVICE)]
     assert not costs[0].fits and costs[-1].fits
-    chosen = best(costs, 8 * 1024)
-    assert chosen is not None and chosen.fits
-    assert best(costs, 1e9) is None
+    lines = sharding_lines("deepseek-v4-pro", 8, batch=8, context=1024)
+    assert "no room" in lines[0] and not lines[0].endswith("*")
+    assert not any(line.endswith("*") for line in sharding_lines("deepseek-v4-pro", 8, batch=4096, context=8192))
 
 
 def test_the_command_prints_a_table_per_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,3 +75,9 @@ def test_the_command_prints_a_table_per_model(capsys: pytest.CaptureFixture[str]
     rows = [line for line in lines if " x " in line and line.lstrip()[0].isdigit()]
     assert len(rows) == 4 and sum(row.endswith("*") for row in rows) == 1
     assert all(len(row.removesuffix(" *")) == len(lines[1]) for row in rows)
+
+
+def test_two_nodes_are_one_replica_or_two() -> None:
+    lines = sharding_lines("deepseek-v3", 16, batch=64, context=1024)
+    assert [line.split()[1] for line in lines] == ["1"] * 4 + ["2"] * 4
+    assert all(line.startswith("   16 ") for line in lines)
