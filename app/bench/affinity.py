@@ -18,7 +18,7 @@ REPORT_TIMEOUT_S = 15.0  # until /metrics shows what has happened: replicas repo
 
 @dataclass(frozen=True, slots=True)
 class AffinityRun:
-    requests_by_replica: dict[str, int]
+    requests_by_replica: dict[str, int]  # without those that spilled into the other pool
     max_over_mean: float
     cached_share: float  # of the shared tokens
     failed: int
@@ -32,20 +32,24 @@ async def burst(url: str, pool: str, num_replicas: int, seed: int, num_prompts: 
     bodies = [prompts.body(PLANNED, prefix) for _ in range(num_prompts)]
     records = [RequestRecord(PLANNED) for _ in bodies]
     async with Client(url, timeout_s=600.0) as client:
-        before = await requests_by_replica(client, pool)
+        before = await requests_by_replica(client)
         start_s = time.perf_counter()
         await asyncio.gather(
             *(client.send(body, record, start_s) for body, record in zip(bodies, records, strict=True))
         )
         wall_s = time.perf_counter() - start_s
         counts: dict[str, int] = {}
-        while sum(counts.values()) < num_prompts and time.perf_counter() - start_s - wall_s < REPORT_TIMEOUT_S:
+        total = 0
+        while total < num_prompts and time.perf_counter() - start_s - wall_s < REPORT_TIMEOUT_S:
             await asyncio.sleep(0.5)
-            after = await requests_by_replica(client, pool)
-            counts = {replica: after[replica] - before[replica] for replica in after}
+            after = await requests_by_replica(client)
+            total = sum(after.values()) - sum(before.values())
+            counts = {
+                replica: count - before[pool, replica] for (name, replica), count in after.items() if name == pool
+            }
     return AffinityRun(
         requests_by_replica=counts,
-        max_over_mean=max(counts.values()) * num_replicas / num_prompts,
+        max_over_mean=max(counts.values()) * num_replicas / sum(counts.values()),
         cached_share=sum(min(record.cached_tokens, SHARED_TOKENS) for record in records)
         / (num_prompts * SHARED_TOKENS),
         failed=sum(record.error is not None for record in records),
@@ -53,12 +57,12 @@ async def burst(url: str, pool: str, num_replicas: int, seed: int, num_prompts: 
     )
 
 
-async def requests_by_replica(client: Client, pool: str) -> Counter[str]:
-    """How many requests each replica of a pool has finished, as /metrics says."""
+async def requests_by_replica(client: Client) -> Counter[tuple[str, str]]:
+    """How many requests each (pool, replica) has finished, as /metrics says."""
     _, text = await client.get("/metrics")
-    counts: Counter[str] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for line in text.splitlines():
-        if line.startswith("longspan:request_success_total{") and f'pool="{pool}"' in line:
-            replica = line.partition('replica="')[2].partition('"')[0]
-            counts[replica] += int(float(line.rpartition(" ")[2]))
+        if line.startswith("longspan:request_success_total{"):
+            pool, replica = (line.partition(f'{label}="')[2].partition('"')[0] for label in ("pool", "replica"))
+            counts[pool, replica] += int(float(line.rpartition(" ")[2]))
     return counts

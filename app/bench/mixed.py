@@ -132,14 +132,13 @@ async def long_alone_s(url: str) -> float:
     return record.event_times_s[0]
 
 
-def compare(server: LocalServer, long_pool: str, rounds: int, first_seed: int) -> Comparison:
-    """Alternate between a spinner on the core of `long_pool`'s replica and long prompts for it."""
-    core = pin_to_last_core(server.replica_processes(long_pool))
+def compare(server: LocalServer, pinned_pool: str, rounds: int) -> Comparison:
+    """Alternate between a spinner on the core of `pinned_pool`'s replica and long prompts."""
+    core = pin_to_last_core(server.replica_processes(pinned_pool))
     pairs = []
     for index in range(rounds):
-        seed = first_seed + index
 
-        def run(*, beside_longs: bool, seed: int = seed) -> ShortRun:
+        def run(*, beside_longs: bool, seed: int = index) -> ShortRun:
             return asyncio.run(measure_shorts(server.url, seed, beside_longs=beside_longs))
 
         with spinning(core):
