@@ -208,7 +208,8 @@ def _pools_lines(application: _Application) -> Iterator[str]:
     config = application.load(PoolsConfig, application.args, "args")
     folder = config.model.folder
     model = ModelConfig.from_folder(folder)
-    Checkpoint(folder)  # opens every shard's header
+    if config.model.weights == "files":
+        Checkpoint(folder)  # opens every shard's header
     digest = checkpoint_digest(folder, expected=config.model.digest)
     yield (
         f"{application.name}: {config.model.name}, {model.model_type}, {model.num_layers} layers,"
