@@ -112,13 +112,20 @@ def _gate_up_kernel(
         gate_scales = w_scales_ptr + (expert.to(tl.int64) * 2 * columns + column) * depth
         gate = tl.zeros([BLOCK_M, BLOCK], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK], tl.float32)
+        # A step's scales are loaded during the one before: they meet the matrix unit's results, which nothing hides.
+        x_scales = x_scales_ptr + token * depth
+        x_scale = tl.load(x_scales, mask=is_pair, other=0.0)
+        gate_scale = tl.load(gate_scales)
+        up_scale = tl.load(gate_scales + columns * depth)
         for step in range(depth):
+            following = tl.minimum(step + 1, depth - 1)
+            next_x_scale = tl.load(x_scales + following, mask=is_pair, other=0.0)
+            next_gate_scale = tl.load(gate_scales + following)
+            next_up_scale = tl.load(gate_scales + columns * depth + following)
             x = tl.load(x_ptrs + step * BLOCK, mask=is_pair[:, None], other=0.0)
-            x_scale = tl.load(x_scales_ptr + token * depth + step, mask=is_pair, other=0.0)
-            gate_scale = tl.load(gate_scales + step)
-            up_scale = tl.load(gate_scales + columns * depth + step)
             gate += tl.dot(x, gate_up_desc.load([gate_row, step * BLOCK]).T) * (x_scale * gate_scale)[:, None]
             up += tl.dot(x, gate_up_desc.load([gate_row + INTER, step * BLOCK]).T) * (x_scale * up_scale)[:, None]
+            x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
         hidden = gate / (1.0 + tl.exp(-gate)) * up
         scale, inverse = scale_of(tl.max(tl.abs(hidden), axis=1))
         out_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * INTER + (column * BLOCK + k)[None, :]
@@ -145,10 +152,14 @@ def _down_kernel(
         down_row = expert * D + column * BLOCK_N
         scales = w_scales_ptr + (expert.to(tl.int64) * (D // BLOCK) + column * BLOCK_N // BLOCK) * depth
         out = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        hidden_scales = hidden_scales_ptr + row.to(tl.int64) * depth
+        scale = tl.load(hidden_scales) * tl.load(scales)
         for step in range(depth):
+            following = tl.minimum(step + 1, depth - 1)
+            next_scale = tl.load(hidden_scales + following) * tl.load(scales + following)
             hidden = hidden_desc.load([block * BLOCK_M, step * BLOCK])
-            scale = tl.load(hidden_scales_ptr + row.to(tl.int64) * depth + step) * tl.load(scales + step)
             out += tl.dot(hidden, down_desc.load([down_row, step * BLOCK]).T) * scale[:, None]
+            scale = next_scale
         pair = tl.load(rows_ptr + row)
         is_pair = pair < num_pairs
         out *= tl.load(weights_ptr + pair, mask=is_pair, other=0.0)[:, None]
