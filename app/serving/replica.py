@@ -36,13 +36,13 @@ class Replica:
 
     def __init__(self, pool: PoolName, source: ModelSource, config: PoolConfig) -> None:
         started_s = time.monotonic()
-        # Imported here: the router and the controller never load torch.
-        from app.engine.loading import load_engine
-
         self._pool = pool
         self._settings = config.settings
         try:
             self._shards = start_shards(config)
+            # Imported here: the router and the controller never load torch, and other ranks do at the same time.
+            from app.engine.loading import load_engine
+
             self._tokenizer = Tokenizer(source.folder)
             load = load_engine if self._shards is None else self._shards.load
             self._engine = load(source, config.engine)
