@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import socket
 import tempfile
 import time
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from app.bench.arguments import grid
 from app.bench.engine_rates import measure, shape_config
 from app.config import EngineConfig
 from app.engine.engine import Engine
@@ -120,7 +122,7 @@ def _run_process(shape: str, split: Split, answer: str) -> None:
     model = _model(config, split, device)
     if split.place.rank:
         build_runner(model, CONFIG)[0].follow()
-        return
+        os._exit(0)  # without closing what graphs use
     engine = build_engine(model, config, CONFIG, device=device, dtype=model.dtype, version="random")
     result: dict[str, Any] = {"start_s": time.perf_counter() - start}
 
@@ -142,6 +144,7 @@ def _run_process(shape: str, split: Split, answer: str) -> None:
             result["collectives"] = {f"{batch}x1024": _collectives(engine, batch) for batch in (1, 32, 128)}
         keep()
     engine.stop()
+    os._exit(0)
 
 
 def _model(config: ModelConfig, split: Split, device: torch.device) -> Transformer:
@@ -251,12 +254,15 @@ def _length(spans: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def default_splits(num_gpus: int, folder: Path, grid: tuple[tuple[int, int], ...]) -> list[Split]:
-    """Few layers first, where an error shows soon; then the whole model in fp32, then in bf16 with its rates."""
+def splits_of(
+    num_gpus: int, folder: Path, kinds: Sequence[tuple[str, int | None]], grid: tuple[tuple[int, int], ...]
+) -> list[Split]:
+    """kinds: dtype and number of layers; rates are measured in bf16 of all layers."""
     sizes = [(1, 1), *((t, num_gpus // t) for t in range(num_gpus, 0, -1) if num_gpus % t == 0 and num_gpus > 1)]
-    kinds: list[tuple[str, int | None]] = [("float32", 3), ("float32", None), ("bfloat16", None)]
     return [
-        Split(t, e, dtype, layers, grid if dtype == "bfloat16" else (), folder / f"{dtype}-{layers}.pt")
+        Split(
+            t, e, dtype, layers, grid if (dtype, layers) == ("bfloat16", None) else (), folder / f"{dtype}-{layers}.pt"
+        )
         for (dtype, layers), (t, e) in itertools.product(kinds, sizes)
     ]
 
@@ -266,9 +272,15 @@ def main() -> None:
     parser.add_argument("--shape", default="deepseek-v2-lite")
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument(
+        "--kinds", default="float32:3,float32,bfloat16", help="DTYPE[:LAYERS],... (default: %(default)s)"
+    )
+    parser.add_argument("--grid", type=grid, default=GRID, metavar="BxC,...", help="batch x context of the rates")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        splits = default_splits(options.gpus, Path(folder), GRID)
+        kinds = [kind.partition(":")[::2] for kind in options.kinds.split(",")]
+        counted = [(dtype, int(layers) if layers else None) for dtype, layers in kinds]
+        splits = splits_of(options.gpus, Path(folder), counted, tuple(options.grid))
         rank_rates(
             options.shape, splits, lambda line: print(line, flush=True),
             lambda results: options.json.write_text(json.dumps(results, indent=1)) and None,

@@ -244,6 +244,13 @@ def _local_args(
     return {"pools": pools, "router": {"settings": settings or {}}}
 
 
+def sharing_plans(options: ScenarioOptions) -> dict[str, Any]:
+    """What two ranks add to a step of eight sequences: the plan broadcast, laid out and synced. The limit is 1 ms."""
+    from app.bench.plan_share import plan_share  # torch
+
+    return plan_share(2, options.runs or 3, options.report)
+
+
 SCENARIOS: dict[str, Scenario] = {
     "affinity": affinity,
     "cancel": cancel,
@@ -255,6 +262,7 @@ SCENARIOS: dict[str, Scenario] = {
     "replica-kill": replica_kill,
     "scale-up": scale_up,
     "shard-faults": shard_faults,
+    "plan-share": sharing_plans,
 }
 
 
