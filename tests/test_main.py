@@ -11,6 +11,7 @@ import yaml
 from ray.serve import Application
 from ray.serve.schema import ServeDeploySchema
 
+from app.config import EMBEDDED_MODEL
 from app.errors import ConfigError
 from app.main import pools, router
 
@@ -18,7 +19,8 @@ CONFIGS = sorted((Path(__file__).parents[1] / "serve_configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_serve_config_builds(path: Path) -> None:
+def test_serve_config_builds(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL", str(EMBEDDED_MODEL))
     schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     assert schema.http_options.host == "127.0.0.1" or path.name != "local.yaml"
     names = {application.name for application in schema.applications}
