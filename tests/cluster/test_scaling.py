@@ -39,7 +39,7 @@ def local_server(*, budget: float = 3, long: dict[str, Any] | None = None, **poo
 
 
 def controller_log(server: LocalServer) -> str:
-    (path,) = server.log_path.parent.glob("session_2*/logs/serve/controller_[0-9]*.log")
+    (path,) = server.log_path.parent.glob("ray/session_2*/logs/serve/controller_[0-9]*.log")
     return path.read_text(encoding="utf-8")
 
 
