@@ -101,7 +101,7 @@ class HeadProjection:
 
     def __init__(self, weight: torch.Tensor, backend: Backend | None = None) -> None:
         self._backend = backend
-        self._num_heads, _, self._num_outputs = weight.shape
+        self._num_outputs = weight.shape[2]
         is_packed = native.can_run(weight) and not use_triton(weight, backend)
         self._weight = native_products.pack(weight.mT) if is_packed else weight
 
@@ -109,6 +109,4 @@ class HeadProjection:
         """[N, H, K + tail] -> [N, H, M + tail]."""
         if isinstance(self._weight, torch.Tensor):
             return project_heads(x, self._weight, tail=tail, backend=self._backend)
-        out = torch.empty(x.shape[0], self._num_heads, self._num_outputs + tail)
-        native_products.project(x.numpy(), self._weight, out.numpy(), self._num_outputs)
-        return out
+        return native_products.project_heads(x, self._weight, self._num_outputs, tail)

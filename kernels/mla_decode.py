@@ -67,7 +67,7 @@ def plan_mla_decode(
     """
     if use_triton(context_lens, backend):
         return plan_triton(context_lens, num_queries, num_heads, query_starts)
-    return plan_cpu(block_tables.shape[0], query_starts)
+    return plan_cpu(context_lens, query_starts)
 
 
 def mla_decode(

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from kernels import native_attention
+from kernels import native_attention, parallel
 
 
 @dataclass(frozen=True, slots=True)
 class CpuDecodePlan:
     query_starts: torch.Tensor  # [B + 1] int32
+    num_scores: int  # at most: pairs of a row and a key
 
 
-def plan_cpu(num_sequences: int, query_starts: torch.Tensor | None) -> CpuDecodePlan:
-    starts = torch.arange(num_sequences + 1, dtype=torch.int32) if query_starts is None else query_starts
-    return CpuDecodePlan(starts)
+def plan_cpu(context_lens: torch.Tensor, query_starts: torch.Tensor | None) -> CpuDecodePlan:
+    starts = torch.arange(context_lens.shape[0] + 1, dtype=torch.int32) if query_starts is None else query_starts
+    return CpuDecodePlan(starts, int((context_lens * starts.diff()).sum()))
 
 
 def decode_cpu(
@@ -39,8 +41,11 @@ def decode_cpu(
             is_used, torch.arange(cache.shape[0], dtype=block_tables.dtype)
         )
     out = torch.empty(num_rows, num_heads, value_dim)
-    native_attention.attend(
+    arrays = (
         q.float().numpy(), cache.view(-1, dim).numpy(), block_tables.numpy(), block_size, context_lens.numpy(),
         plan.query_starts.numpy(), scale, out.numpy(),
     )  # fmt: skip
+    ranges = parallel.split(num_rows, plan.num_scores * num_heads * (dim + value_dim), 2)
+    # The last rows of a prompt see the most keys: what comes first is best long.
+    parallel.run([partial(native_attention.attend, *arrays, *rows) for rows in reversed(ranges)])
     return out.to(q.dtype)

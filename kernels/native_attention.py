@@ -90,24 +90,24 @@ def attend_tile(
 @compiled
 def attend(
     q: Array, keys: Array, block_tables: Array, block_size: int, context_lens: Array, query_starts: Array,
-    scale: float, out: Array,
+    scale: float, out: Array, first_row: int, last_row: int,
 ) -> None:  # fmt: skip
-    """mla_decode: q [N, H, R + P], keys [slots, R + P], query_starts [B + 1], out [N, H, R].
+    """mla_decode for some rows: q [N, H, R + P], keys [slots, R + P], query_starts [B + 1], out [N, H, R].
 
     A tile's keys stay in the cache while all rows of their sequence pass over them.
     """
-    num_rows, num_heads = out.shape[:2]
+    num_rows, num_heads = last_row - first_row, out.shape[1]
     largest, total = np.full((num_rows, num_heads), -np.inf, _f32), np.zeros((num_rows, num_heads), _f32)
     scores, decay, slots = np.zeros((num_heads, TILE), _f32), np.empty(num_heads, _f32), np.empty(TILE, _i64)
-    out[:] = _f32(0.0)
+    out[first_row:last_row] = _f32(0.0)
     for s in range(context_lens.shape[0]):
-        context_len, end = context_lens[s], query_starts[s + 1]
+        begin, end, context_len = max(query_starts[s], first_row), query_starts[s + 1], context_lens[s]
         for first in range(0, context_len, TILE):
             find_slots(block_tables[s], block_size, first, min(TILE, context_len - first), slots)
-            for row in range(max(query_starts[s], end - context_len + first), end):
-                count = min(TILE, context_len - (end - 1 - row) - first)
-                attend_tile(q[row], keys, slots, count, scale, largest[row], total[row], scores, decay, out[row])
-        for row in range(max(query_starts[s], end - context_len), end):
+            for row in range(max(begin, end - context_len + first), min(end, last_row)):
+                count, r = min(TILE, context_len - (end - 1 - row) - first), row - first_row
+                attend_tile(q[row], keys, slots, count, scale, largest[r], total[r], scores, decay, out[row])
+        for row in range(max(begin, end - context_len), min(end, last_row)):
             for h in range(num_heads):
                 for i in range(out.shape[2]):
-                    out[row, h, i] /= total[row, h]
+                    out[row, h, i] /= total[row - first_row, h]

@@ -11,11 +11,13 @@ widen in registers without rounding: a step with few rows is bound by the bytes 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from kernels import parallel
 from kernels.native import Array, compiled
 
 try:
@@ -54,24 +56,55 @@ def _aligned_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 def linear(x: torch.Tensor, panels: Array, num_outputs: int) -> torch.Tensor:
     """x [N, K] fp32, rows may be strided, times the packed weight -> [N, num_outputs]."""
     out = torch.empty(x.shape[0], num_outputs)
-    product(x.numpy(), panels, out.numpy())
+    arrays = x.numpy(), panels, out.numpy()
+    ranges = parallel.split(panels.shape[0], (x.shape[0] + parallel.LOAD_COST) * x.shape[1] * num_outputs)
+    parallel.run([partial(product, *arrays, *panel_range) for panel_range in ranges])
+    return out
+
+
+def project_heads(x: torch.Tensor, panels: Array, num_outputs: int, tail: int) -> torch.Tensor:
+    """x [N, H, K + tail] -> [N, H, num_outputs + tail], with each head's packed weight, panels [H, M / 32, K, ...]."""
+    num_rows, num_heads, width = x.shape
+    out = torch.empty(num_rows, num_heads, num_outputs + tail)
+    arrays = x.numpy(), panels, out.numpy()
+    ranges = parallel.split(num_heads, (num_rows + parallel.LOAD_COST) * num_heads * (width - tail) * num_outputs)
+    parallel.run([partial(project, *arrays, num_outputs, *heads) for heads in ranges])
+    return out
+
+
+def apply_experts(
+    x: torch.Tensor, gate_up: Array, down: Array, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """fused_experts: gate_up [E, 2I / 32, D, ...] and down [E, D / 32, I, ...] in panels."""
+    out = torch.zeros_like(x)
+    arrays = x.numpy(), gate_up, down, ids.numpy(), weights.numpy()
+    if torch.get_num_threads() == 1:
+        experts(*arrays, out.numpy())
+        return out
+    source, place, starts = sort_by_expert(ids.numpy(), gate_up.shape[0])
+    results = np.empty((ids.numel(), x.shape[1]), np.float32)
+    num_hit = int(np.count_nonzero(np.diff(starts)))
+    size = 3 * x.shape[1] * down.shape[2]
+    ranges = parallel.split(gate_up.shape[0], (ids.numel() + num_hit * parallel.LOAD_COST) * size, 2)
+    parallel.run([partial(expert_rows, *arrays[:3], source, starts, results, *expert_range) for expert_range in ranges])
+    add_weighted(results, place, weights.numpy(), out.numpy())
     return out
 
 
 @compiled
-def product(x: Array, panels: Array, out: Array) -> None:
-    """out [N, M] = x [N, K] @ the packed weight; both may have strided rows."""
-    for panel in range(panels.shape[0]):
+def product(x: Array, panels: Array, out: Array, first_panel: int, last_panel: int) -> None:
+    """out [N, M] = x [N, K] @ the packed weight, the columns of some panels; both may have strided rows."""
+    for panel in range(first_panel, last_panel):
         for first in range(0, x.shape[0], ROW_TILE):
             multiply_tile(x, first, panels, panel, out)
 
 
 @compiled
-def project(x: Array, panels: Array, out: Array, num_outputs: int) -> None:
-    """project_heads: out [N, H, M + tail] = [ x[..., :K] @ weight[h] | the rest of x ], panels [H, M / 32, K, ...]."""
+def project(x: Array, panels: Array, out: Array, num_outputs: int, first_head: int, last_head: int) -> None:
+    """project_heads for some heads: out[:, h] = [ x[:, h, :K] @ weight[h] | the rest of x ]."""
     width = panels.shape[2]
-    for h in range(panels.shape[0]):
-        product(x[:, h, :width], panels[h], out[:, h, :num_outputs])
+    for h in range(first_head, last_head):
+        product(x[:, h, :width], panels[h], out[:, h, :num_outputs], 0, panels.shape[1])
         for n in range(x.shape[0]):
             for i in range(x.shape[2] - width):
                 out[n, h, num_outputs + i] = x[n, h, width + i]
@@ -104,12 +137,14 @@ def silu_and_mul(gate_up: Array, out: Array) -> None:
 
 
 @compiled
-def sort_by_expert(ids: Array, num_experts: int, source: Array, place: Array, starts: Array) -> None:
-    """Pairs in the order of their experts: source [pairs] the token of each, starts [E + 1] where an expert's begin.
+def sort_by_expert(ids: Array, num_experts: int) -> tuple[Array, Array, Array]:
+    """Pairs in the order of their experts.
 
-    place [N, k]: where a pair stands in that order; -1 without an expert.
+    Returns: source [pairs] the token of each; place [N, k] where a pair stands, -1 without an expert; starts [E + 1]
+    where an expert's pairs begin
     """
-    starts[:] = 0
+    source, place = np.empty(ids.size, _i64), np.full(ids.shape, -1, _i64)
+    starts = np.zeros(num_experts + 1, _i64)
     for n in range(ids.shape[0]):
         for j in range(ids.shape[1]):
             if 0 <= ids[n, j] < num_experts:
@@ -120,10 +155,30 @@ def sort_by_expert(ids: Array, num_experts: int, source: Array, place: Array, st
     for n in range(ids.shape[0]):
         for j in range(ids.shape[1]):
             expert = ids[n, j]
-            place[n, j] = -1
             if 0 <= expert < num_experts:
                 place[n, j], source[following[expert]] = following[expert], n
                 following[expert] += 1
+    return source, place, starts
+
+
+@compiled
+def expert_rows(
+    x: Array, gate_up: Array, down: Array, source: Array, starts: Array, results: Array, first: int, last: int
+) -> None:
+    """results [pairs, D] of the experts from `first` to `last`, in the order of sort_by_expert."""
+    inter, largest = down.shape[2], 0
+    for expert in range(first, last):
+        largest = max(largest, starts[expert + 1] - starts[expert])
+    rows, projected = np.empty((largest, x.shape[1]), _f32), np.empty((largest, 2 * inter), _f32)
+    hidden = np.empty((largest, inter), _f32)
+    for expert in range(first, last):
+        start = starts[expert]
+        count = starts[expert + 1] - start
+        for i in range(count):
+            rows[i] = x[source[start + i]]
+        product(rows[:count], gate_up[expert], projected[:count], 0, gate_up.shape[1])
+        silu_and_mul(projected[:count], hidden[:count])
+        product(hidden[:count], down[expert], results[start : start + count], 0, down.shape[1])
 
 
 @compiled
@@ -139,24 +194,8 @@ def add_weighted(results: Array, place: Array, weights: Array, out: Array) -> No
 
 @compiled
 def experts(x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, out: Array) -> None:
-    """fused_experts, added to out: gate_up [E, 2I / 32, D, ...] and down [E, D / 32, I, ...] in panels."""
-    num_experts, inter, num_pairs = gate_up.shape[0], down.shape[2], ids.size
-    source, place = np.empty(num_pairs, _i64), np.empty(ids.shape, _i64)
-    starts = np.empty(num_experts + 1, _i64)
-    sort_by_expert(ids, num_experts, source, place, starts)
-    largest = 0
-    for expert in range(num_experts):
-        largest = max(largest, starts[expert + 1] - starts[expert])
-    rows, projected = np.empty((largest, x.shape[1]), _f32), np.empty((largest, 2 * inter), _f32)
-    hidden, results = np.empty((largest, inter), _f32), np.empty((num_pairs, x.shape[1]), _f32)
-    for expert in range(num_experts):
-        first = starts[expert]
-        count = starts[expert + 1] - first
-        if count == 0:
-            continue
-        for i in range(count):
-            rows[i] = x[source[first + i]]
-        product(rows[:count], gate_up[expert], projected[:count])
-        silu_and_mul(projected[:count], hidden[:count])
-        product(hidden[:count], down[expert], results[first : first + count])
+    """apply_experts in one call."""
+    source, place, starts = sort_by_expert(ids, gate_up.shape[0])
+    results = np.empty((ids.size, x.shape[1]), _f32)
+    expert_rows(x, gate_up, down, source, starts, results, 0, gate_up.shape[0])
     add_weighted(results, place, weights, out)

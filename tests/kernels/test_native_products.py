@@ -53,7 +53,7 @@ def test_strided_rows_and_neighbours_of_the_result() -> None:
     x, weight = operands(48, 40, torch.bfloat16)
     panels = native_products.pack(weight)
     out = torch.full((40, 50), torch.nan)
-    native_products.product(torch.cat([x, x], dim=1)[:, 48:].numpy(), panels, out[:, :40].numpy())
+    native_products.product(torch.cat([x, x], dim=1)[:, 48:].numpy(), panels, out[:, :40].numpy(), 0, 2)
     assert_bitwise_equal(out[:, :40].contiguous(), native_products.linear(x, panels, 40))
     assert out[:, 40:].isnan().all()
 
