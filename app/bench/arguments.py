@@ -49,6 +49,14 @@ def add_comparisons(group: argparse._ArgumentGroup) -> None:
     kinds.add_argument(
         "--http", action="store_true", help="the engine alone beside the same engine through Serve and HTTP"
     )
+    kinds.add_argument(
+        "--expert-load", type=Path, metavar="FILE",
+        help="write where routed experts should lie, by what the server at --url counted (parallel.expert_placement)",
+    )  # fmt: skip
+    group.add_argument("--expert-ranks", type=positive_int, default=2, help="of --expert-load (default: %(default)s)")
+    group.add_argument(
+        "--expert-copies", type=int, default=0, metavar="N", help="slots per layer for second copies (default: 0)"
+    )
     group.add_argument(
         "--serve-config", type=Path, default=LOCAL_CONFIG, metavar="FILE", help="of --http (default: %(default)s)"
     )

@@ -24,6 +24,7 @@ Measure a server, the engine, or a named scenario.
   longspan bench --rate 4 --duration 60            open-loop load on a running server
   longspan bench --compare transformers            the engine beside transformers' generate, in this process
   longspan bench --engine start,rates,...          the engine alone with random weights of a named shape
+  longspan bench --expert-load FILE                where routed experts should lie, by what a server counted
   longspan bench --http                            through Serve and HTTP, beside the engine alone
   longspan bench scenario NAME                     a named scenario; `longspan bench scenario --help` lists them
 
@@ -75,6 +76,8 @@ def _run(options: argparse.Namespace) -> int:
         return _run_engine(options)
     if options.http:
         return _run_http(options)
+    if options.expert_load:
+        return _run_expert_load(options)
     return _run_load(options)
 
 
@@ -170,6 +173,14 @@ def _run_engine(options: argparse.Namespace) -> int:
 
     result = engine_rates(options.shape, ENGINE_CONFIG, options.engine, options.grid or GRID, _say)
     return _keep("engine", options.json, result)
+
+
+def _run_expert_load(options: argparse.Namespace) -> int:
+    from app.bench.expert_load import write_placement  # torch
+
+    copies: int = max(0, options.expert_copies)
+    result = write_placement(options.url, options.expert_ranks, copies, options.expert_load, _say)
+    return _keep("expert-load", options.json, result)
 
 
 def _run_http(options: argparse.Namespace) -> int:
