@@ -12,77 +12,32 @@ import asyncio
 import logging
 import math
 import os
-import random
 import signal
-import socket
 import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from app.config import EngineConfig, ModelSource, ParallelConfig, PoolConfig
+from app.config import EngineConfig, ModelSource, PoolConfig
 from app.errors import EngineError, LongspanError
+from app.serving.rank import RankProcess, meeting_point, rank_places, start_rank, talk_over_own_interface
 from app.serving.streaming import Pacer
 
 if TYPE_CHECKING:
     from app.engine.engine import Engine
-    from app.engine.ranks import RankPlace
 
 logger = logging.getLogger("ray.serve")
 
-SERVE_NAMESPACE = "serve"
 START_TIMEOUT_S = 120.0  # for the actors' processes, and their imports
 PING_PERIOD_S = 1.0
 LEAVE_TIMEOUT_S = 2.0  # for open streams to end with an error
 FLUSH_S = 0.3  # for their last items to leave the process
-EXIT_DELAY_S = 2.0  # of a rank that failed, whose replica may be frozen
-# Between the ports Ray gives its workers and those Linux gives outgoing connections.
-PORTS = range(24_000, 32_000)
-
-
-@dataclass(frozen=True, slots=True)
-class RankProcess:
-    """Where a rank runs."""
-
-    node_id: str
-    pid: int
-
-
-class Rank:
-    """The actor class of ranks 1 and up. `run` takes one of its two threads, the other answers."""
-
-    def prepare(self) -> RankProcess:
-        """Import what `run` needs, so that all ranks then join the process group at about the same time."""
-        import app.engine.ranks  # noqa: F401
-
-        # Serve's logging is for replicas; this goes to the worker's own file in Ray's log folder.
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s -- %(message)s")
-        return RankProcess(ray.get_runtime_context().get_node_id(), os.getpid())
-
-    def run(self, source: ModelSource, config: EngineConfig, place: RankPlace) -> None:
-        """Returns when rank 0 stops. Raises LongspanError, as `run_rank` does."""
-        from app.engine.ranks import run_rank
-
-        try:
-            run_rank(source, config, place)
-        except Exception:
-            logger.exception("rank %d failed", place.rank)
-            # The process is of no use and may hold a GPU; first the error goes to the replica.
-            timer = threading.Timer(EXIT_DELAY_S, os._exit, (1,))
-            timer.daemon = True
-            timer.start()
-            raise
-
-    def ping(self) -> None:
-        """An answer says that the process is scheduled."""
 
 
 class Shards:
@@ -92,7 +47,7 @@ class Shards:
         """Start the actors, which are seen in the cluster as NAME:rank-N, and return at once."""
         self._parallel = config.parallel
         self._actors = [
-            _start_rank(f"{name}:rank-{rank}", rank, config, group) for rank in range(1, config.parallel.num_ranks)
+            start_rank(f"{name}:rank-{rank}", rank, config, group) for rank in range(1, config.parallel.num_ranks)
         ]
         self._prepared = [actor.prepare.remote() for actor in self._actors]
         self._processes: list[RankProcess] = []
@@ -113,8 +68,9 @@ class Shards:
     def _load(self, source: ModelSource, config: EngineConfig) -> Engine:
         from app.engine.loading import load_engine
 
+        talk_over_own_interface()
         self._wait_until_prepared()
-        places = rank_places(self._parallel, f"tcp://{_own_address()}:{_free_port()}")
+        places = rank_places(self._parallel, meeting_point())
         self._runs = [
             actor.run.remote(source, config, place) for actor, place in zip(self._actors, places[1:], strict=True)
         ]
@@ -241,43 +197,6 @@ def _failure(engine: Engine) -> str | None:
     return None
 
 
-def rank_places(parallel: ParallelConfig, init_method: str) -> list[RankPlace]:
-    """Where each rank stands, by rank."""
-    from app.engine.ranks import RankPlace
-
-    return [
-        RankPlace(
-            rank=rank,
-            tensor=parallel.tensor,
-            expert=parallel.expert,
-            init_method=init_method,
-            timeout_s=parallel.collective_timeout_s,
-            expert_placement=parallel.expert_placement,
-        )
-        for rank in range(parallel.num_ranks)
-    ]
-
-
-def _start_rank(name: str, rank: int, config: PoolConfig, group: PlacementGroup) -> Any:
-    actor: Any = ray.remote(Rank)
-    return actor.options(
-        name=name,
-        namespace=SERVE_NAMESPACE,
-        num_cpus=config.num_cpus,
-        num_gpus=config.num_gpus,
-        max_restarts=0,
-        max_concurrency=2,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(
-            group, placement_group_bundle_index=rank // config.parallel.ranks_per_bundle
-        ),
-    ).remote()
-
-
-def _own_address() -> str:
-    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return address
-
-
 def _error_of(run: Any) -> Exception | None:
     try:
         ray.get(run)
@@ -293,11 +212,3 @@ def _reason(error: BaseException | None) -> str:
     if isinstance(error, RayTaskError):
         return f"failed: {type(error.cause).__name__}: {error.cause}"
     return f"was lost: {type(error).__name__}"
-
-
-def _free_port() -> int:
-    for port in random.sample(PORTS, 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise EngineError(f"no free port in {PORTS.start}-{PORTS.stop - 1}")

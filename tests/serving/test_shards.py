@@ -19,7 +19,8 @@ from app.config import EngineConfig, ModelSource, ParallelConfig
 from app.engine import loading
 from app.errors import CheckpointError, EngineError, RankLostError
 from app.serving import shards as module
-from app.serving.shards import RankProcess, Shards, rank_places
+from app.serving.rank import RankProcess
+from app.serving.shards import Shards
 from app.serving.streaming import Pacer
 
 TIMEOUT_S = 0.4
@@ -70,7 +71,6 @@ class Ray:
 
     def __init__(self) -> None:
         self.killed: list[Actor] = []
-        self.util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
 
     def kill(self, actor: Actor) -> None:
         self.killed.append(actor)
@@ -202,16 +202,8 @@ def test_a_rank_that_cannot_load_ends_the_start_with_its_own_error(monkeypatch: 
         raise RankLostError("connection closed by peer")
 
     monkeypatch.setattr(loading, "load_engine", load_engine)
+    monkeypatch.setattr(module, "talk_over_own_interface", lambda: None)
+    monkeypatch.setattr(module, "meeting_point", lambda: "tcp://127.0.0.1:1")
     with pytest.raises(CheckpointError, match="is too short"):
         shards_of(actor).load(ModelSource(), EngineConfig())
     assert ray.killed == [actor]
-
-
-def test_places_of_the_ranks_of_two_by_two() -> None:
-    parallel = ParallelConfig(tensor=2, expert=2, collective_timeout_s=7, expert_placement="experts.json")
-    places = rank_places(parallel, "tcp://h:1")
-    assert [place.rank for place in places] == [0, 1, 2, 3]
-    assert {(place.tensor, place.expert, place.timeout_s, place.init_method) for place in places} == {
-        (2, 2, 7.0, "tcp://h:1")
-    }
-    assert places[3].expert_placement == "experts.json"
