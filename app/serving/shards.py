@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve")
 
 START_TIMEOUT_S = 120.0  # for the actors' processes, and their imports
+LOADING_SILENCE_S = 60.0  # a rank that compiles or reads may hold its interpreter for long
 PING_PERIOD_S = 1.0
 LEAVE_TIMEOUT_S = 2.0  # for open streams to end with an error
 FLUSH_S = 0.3  # for their last items to leave the process
@@ -84,8 +85,15 @@ class Shards:
 
         # In a thread of its own: when another rank fails, this one may be stuck in a collective.
         threading.Thread(target=load_rank_0, name="longspan-load", daemon=True).start()
+        pings, heard_s = self._ping_all(), time.monotonic()
         while not loading.done():
             self._raise_if_ended(timeout_s=0.1)
+            _, silent = ray.wait(pings, num_returns=len(pings), timeout=0)
+            if not silent:
+                pings, heard_s = self._ping_all(), time.monotonic()
+            elif time.monotonic() - heard_s > LOADING_SILENCE_S:
+                rank = pings.index(silent[0]) + 1
+                raise EngineError(f"rank {rank} has not answered for {LOADING_SILENCE_S:g} s while loading")
         if isinstance(loading.exception(), EngineError):
             # A collective that failed: the rank whose fault it was says more.
             self._raise_if_ended(timeout_s=1.0)
@@ -99,6 +107,9 @@ class Shards:
         logger.info(
             "ranks 1 to %d run as processes %s", len(self._actors), ", ".join(str(each.pid) for each in self._processes)
         )
+
+    def _ping_all(self) -> list[Any]:
+        return [actor.ping.remote() for actor in self._actors]
 
     def _raise_if_ended(self, timeout_s: float) -> None:
         ended, _ = ray.wait(self._runs, timeout=timeout_s)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -78,9 +79,10 @@ class Ray:
     def get(self, call: Call | list[RankProcess], timeout: float = 0.0) -> Any:
         return call.result.result(timeout) if isinstance(call, Call) else call
 
-    def wait(self, calls: list[Call], timeout: float) -> tuple[list[Call], list[Call]]:
+    def wait(self, calls: list[Call], timeout: float, num_returns: int = 1) -> tuple[list[Call], list[Call]]:
         time.sleep(timeout / 10)
-        return [call for call in calls if call.result.done()][:1], []
+        done = [call for call in calls if call.result.done()][:num_returns]
+        return done, [call for call in calls if call not in done]
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(get_node_id=lambda: "here")
@@ -207,3 +209,21 @@ def test_a_rank_that_cannot_load_ends_the_start_with_its_own_error(monkeypatch: 
     with pytest.raises(CheckpointError, match="is too short"):
         shards_of(actor).load(ModelSource(), EngineConfig())
     assert ray.killed == [actor]
+
+
+def test_a_rank_that_freezes_while_loading_ends_the_start(monkeypatch: pytest.MonkeyPatch, ray: Ray) -> None:
+    actors = [Actor(), Actor()]
+    released = threading.Event()
+
+    def load_engine(*_: object) -> None:
+        actors[1].is_frozen = True
+        released.wait(30)
+
+    monkeypatch.setattr(loading, "load_engine", load_engine)
+    monkeypatch.setattr(module, "talk_over_own_interface", lambda: None)
+    monkeypatch.setattr(module, "meeting_point", lambda: "tcp://127.0.0.1:1")
+    monkeypatch.setattr(module, "LOADING_SILENCE_S", 0.2)
+    with pytest.raises(EngineError, match=r"rank 2 has not answered for 0\.2 s while loading"):
+        shards_of(*actors).load(ModelSource(), EngineConfig())
+    released.set()
+    assert ray.killed == actors
