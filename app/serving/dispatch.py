@@ -12,7 +12,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, replace
 
 from app.config import RouterSettings
@@ -43,6 +43,7 @@ INFORMED_S = 10.0  # after that long without the monitor, Serve chooses the repl
 LOST_S = 10.0  # a lost replica is not tried again for so long: by then its last report is forgotten
 ABSENT_S = 2.0  # nor one that Serve does not send to: it drains, or is about to come up
 NO_REPLICA_RETRY_S = 5.0
+RECHECK_S = 1.0  # of what is held, while no snapshot comes
 
 Items = AsyncGenerator[list[TokenChunk], None]
 
@@ -174,15 +175,17 @@ class Dispatcher:
         return replica_id
 
     async def _wait_for_replica(self, held_until_s: float, deadline_s: float | None) -> None:
-        """Until the next snapshot. Raises UnavailableError or DeadlineExceededError when the time is up."""
-        is_deadline = deadline_s is not None and deadline_s < held_until_s
-        try:
-            async with asyncio.timeout_at(deadline_s if is_deadline else held_until_s):
+        """Until the next snapshot, or a while. Raises UnavailableError or DeadlineExceededError when the time is up."""
+        loop = asyncio.get_running_loop()
+        end_s = held_until_s if deadline_s is None else min(held_until_s, deadline_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(min(end_s, loop.time() + RECHECK_S)):
                 await self._view.wait_for_update()
-        except TimeoutError:
-            if is_deadline:
-                raise timed_out() from None
-            raise UnavailableError(f"the {self._pool} pool has no replica", retry_after_s=NO_REPLICA_RETRY_S) from None
+        if loop.time() < end_s:
+            return
+        if end_s == deadline_s:
+            raise timed_out()
+        raise UnavailableError(f"the {self._pool} pool has no replica", retry_after_s=NO_REPLICA_RETRY_S)
 
     async def _attempt(self, run: PromptRun, replica_id: str | None, ticket: Ticket, deadline_s: float | None) -> Items:
         """Run it on one replica. Raises LongspanError."""

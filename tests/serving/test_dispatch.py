@@ -216,6 +216,17 @@ async def test_while_the_monitor_is_silent_serve_chooses(monkeypatch: pytest.Mon
 
 
 @pytest.mark.asyncio
+async def test_what_is_held_when_the_monitor_falls_silent_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INFORMED_S", 0.2)
+    monkeypatch.setattr(module, "RECHECK_S", 0.01)
+    dispatcher, client = build()
+    task = asyncio.create_task(texts(dispatcher, prompt("x")))
+    await asyncio.sleep(0.05)
+    assert client.sent == []
+    assert await task == ["1", "2"] and client.sent == [None]
+
+
+@pytest.mark.asyncio
 async def test_a_replica_that_serve_does_not_send_to_is_left_out() -> None:
     dispatcher, client = build(answer, "draining")
     client.taken_by = "b"
