@@ -60,16 +60,13 @@ def _cpu_route(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, top_k + num_shared, dtype=torch.int32)
-    weights = torch.ones(num_tokens, top_k + num_shared)
-    if num_shared:
-        ids[:, top_k:] = torch.arange(num_experts, num_experts + num_shared, dtype=torch.int32)
+    weights = torch.empty(num_tokens, top_k + num_shared)
     bias = logits.new_zeros(num_experts) if bias is None else bias
+    slots = torch.empty(0, dtype=torch.int64) if slots is None else slots
     native.route(
-        logits.numpy(), bias.numpy(), scoring == "softmax", num_groups, top_groups, group_score == "top2_sum",
-        normalize, scale, top_k, ids.numpy(), weights.numpy(),
+        logits.numpy(), bias.numpy(), slots.numpy(), scoring == "softmax", num_groups, top_groups,
+        group_score == "top2_sum", normalize, scale, top_k, ids.numpy(), weights.numpy(),
     )  # fmt: skip
-    if slots is not None:
-        ids.numpy()[slots.numpy() < 0] = -1
     return ids, weights
 
 

@@ -171,10 +171,10 @@ def drop_groups(choice: Array, num_groups: int, top_groups: int, sum_of_two: boo
 
 @compiled
 def route(
-    logits: Array, bias: Array, softmax: bool, num_groups: int, top_groups: int, sum_of_two: bool,
+    logits: Array, bias: Array, slots: Array, softmax: bool, num_groups: int, top_groups: int, sum_of_two: bool,
     normalize: bool, scale: float, top_k: int, ids: Array, weights: Array,
 ) -> None:  # fmt: skip
-    """route_experts, for the first top_k columns of ids and weights."""
+    """route_experts; the columns of ids and weights after the first top_k are the shared experts'. slots [N] or [0]."""
     num_experts = logits.shape[1]
     scores, choice = np.empty(num_experts, _f32), np.empty(num_experts, _f32)
     for n in range(logits.shape[0]):
@@ -198,3 +198,7 @@ def route(
             if normalize:
                 weights[n, j] /= total + _f32(1e-20)
             weights[n, j] *= _f32(scale)
+        for j in range(top_k, ids.shape[1]):
+            ids[n, j], weights[n, j] = num_experts + j - top_k, _f32(1.0)
+        if slots.shape[0] and slots[n] < 0:
+            ids[n] = -1

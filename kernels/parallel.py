@@ -29,7 +29,7 @@ def run(parts: Sequence[Part]) -> None:
 
     A part that no helper has begun when the others are done is run here: nobody waits for a thread to be scheduled.
     """
-    num_helpers = min(torch.get_num_threads(), len(parts)) - 1
+    num_helpers = min(torch.get_num_threads(), len(parts)) - 1 if len(parts) > 1 else 0
     if num_helpers < 1:
         for part in parts:
             part()
