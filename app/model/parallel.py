@@ -181,8 +181,9 @@ class Ranks:
         with self.tensor.rehearsing(), self.expert.rehearsing(), self.world.rehearsing():
             yield
 
-    def leave(self) -> None:
-        if self.loading.size > 1:
+    def leave(self, device: torch.device) -> None:
+        """For the end of a process; on CUDA that end itself, since communicators that graphs use cannot be closed."""
+        if self.loading.size > 1 and device.type == "cpu":
             dist.destroy_process_group()
 
 
