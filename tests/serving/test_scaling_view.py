@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from app.config import PoolScalingSettings, ScalingSettings
+from app.serving import board
+from app.serving import monitor as monitor_module
 from app.serving.board import PoolDecision
+from app.serving.monitor import Monitor, PoolTraffic, RouterReport
 from app.serving.scaling_view import REJECTION_WINDOW_S, STALE_AFTER_S, RouterDemand, ScalingView
 
 SETTINGS = ScalingSettings(
@@ -99,3 +104,24 @@ def test_decisions_nobody_renews_are_forgotten() -> None:
     assert one.decisions(10.0 + STALE_AFTER_S) == {}
     one.take((2.0, {"long": ASLEEP}), 30.0)
     assert one.decisions(31.0) == {"long": ASLEEP}
+
+
+@pytest.mark.asyncio
+async def test_the_monitor_hands_on_settings_demand_and_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(app_name="pools")
+    monkeypatch.setattr(monitor_module, "serve", SimpleNamespace(get_replica_context=lambda: context))
+    monkeypatch.setattr(board, "read", lambda app: (1.0, {"long": ASLEEP}) if app == "pools" else None)
+    monitor = Monitor()
+    await monitor.reconfigure(SETTINGS.model_dump())
+    router = RouterReport("r", {"long": PoolTraffic(router_requests_held=2)})
+    async with asyncio.timeout(5.0):
+        while (snapshot := await monitor.exchange(router)).decisions != {"long": ASLEEP}:
+            await asyncio.sleep(0.001)
+    assert set(snapshot.starts) == {"short", "long"}
+    stats = await monitor.record_autoscaling_stats()
+    assert stats["demand/long/waiting_seqs"] == 2 and stats["scaling//budget"] == 4
+    await monitor.reconfigure({"short": {"max_replicas": 2}, "budget": 2})
+    stats = await monitor.record_autoscaling_stats()
+    assert stats["scaling//budget"] == 2 and "scaling/long/max_replicas" not in stats
+    assert monitor._reader is not None
+    monitor._reader.cancel()
