@@ -162,7 +162,7 @@ def replica_kill(options: ScenarioOptions) -> dict[str, Any]:
 
     results: dict[str, list[Any]] = {}
     for replicas in (2, 1):
-        args = _local_args(num_replicas=replicas, short={"max_num_seqs": 4})
+        args = _local_args(num_replicas=replicas, short={"max_num_seqs": 4}, settings={"spills": False})
         with LocalServer(_own_server(options, "replica-kill"), args=args) as server:
             for seed in range(options.runs or 3):
 

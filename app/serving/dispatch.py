@@ -43,6 +43,7 @@ INFORMED_S = 10.0  # after that long without the monitor, Serve chooses the repl
 LOST_S = 10.0  # a lost replica is not tried again for so long: by then its last report is forgotten
 ABSENT_S = 2.0  # nor one that Serve does not send to: it drains, or is about to come up
 NO_REPLICA_RETRY_S = 5.0
+EXPECTED_S = 0.1  # between the choice of a pool and the ticket
 RECHECK_S = 1.0  # of what is held, while no snapshot comes
 
 Items = AsyncGenerator[list[TokenChunk], None]
@@ -81,6 +82,7 @@ class Dispatcher:
         self.gate = ZeroGate(pool)
         self._directory = PrefixDirectory()
         self._informed_s = -INFORMED_S
+        self._expecting_until_s = 0.0
         self._counts: Counter[str] = Counter()
 
     # ---- what it knows ----
@@ -98,7 +100,13 @@ class Dispatcher:
         self._informed_s = now
 
     def load(self) -> PoolLoad:
-        return self._view.load(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        load = self._view.load(now)
+        return replace(load, running_seqs=max(1, load.running_seqs)) if now < self._expecting_until_s else load
+
+    def expect(self) -> None:
+        """A request was given to this pool because it is idle: until that one shows, it is not idle for the next."""
+        self._expecting_until_s = asyncio.get_running_loop().time() + EXPECTED_S
 
     @property
     def traffic(self) -> PoolTraffic:

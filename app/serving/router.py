@@ -189,7 +189,10 @@ class Router:
                 self._settings,
                 expected_output_tokens=version.estimates.expected_tokens(bucket),
             )
-            pool = choose(loads=version.loads())
+            pool = choose(loads=version.loads() if self._settings.spills else None)
+            is_spilled = self._settings.spills and pool != choose()
+            if is_spilled:
+                version.expect(pool)
             requests = openai.generate_requests(
                 replace(api, timeout_s=_remaining_s(deadline_s)),
                 ids,
@@ -200,7 +203,7 @@ class Router:
             echo = ""
             if api.echo:
                 echo = prompt if isinstance(prompt, str) else version.tokenizer.decode(ids)
-            runs.append(PromptRun(pool, requests, bucket, echo, api.stream, is_spilled=pool != choose()))
+            runs.append(PromptRun(pool, requests, bucket, echo, api.stream, is_spilled))
         return runs
 
 

@@ -98,6 +98,10 @@ class Version:
                     await asyncio.sleep(HELD_POLL_DELAY_S)
             self._held.clear()
 
+    def expect(self, pool: PoolName) -> None:
+        """See Dispatcher."""
+        self._pools[pool].expect()
+
     def loads(self) -> dict[PoolName, PoolLoad]:
         return {pool: dispatcher.load() for pool, dispatcher in self._pools.items()}
 

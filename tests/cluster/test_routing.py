@@ -29,7 +29,7 @@ def pools(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """The URL of a second router with pools of its own, beside what the cluster serves already."""
     engine = {"device": "cpu", "num_threads": 1, "max_model_len": 4096, "max_num_seqs": 4}
     short: dict[str, Any] = {"num_cpus": 0.1, "num_replicas": 2, "engine": engine}
-    settings = {"short": {"max_waiting_seqs": MAX_WAITING_SEQS}}
+    settings = {"short": {"max_waiting_seqs": MAX_WAITING_SEQS}, "spills": False}
     config = yaml.safe_load(server.config_file.read_text())
     config["applications"] += [
         {

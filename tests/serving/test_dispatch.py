@@ -108,6 +108,17 @@ async def test_a_burst_with_equal_figures_spreads() -> None:
 
 
 @pytest.mark.asyncio
+async def test_an_idle_pool_that_was_just_given_a_request_is_idle_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher, _ = build(answer, "a")
+    assert dispatcher.load().is_idle
+    dispatcher.expect()
+    assert not dispatcher.load().is_idle
+    monkeypatch.setattr(module, "EXPECTED_S", 0.0)
+    dispatcher.expect()
+    assert dispatcher.load().is_idle
+
+
+@pytest.mark.asyncio
 async def test_turns_of_a_conversation_stay_together_and_only_what_is_new_waits() -> None:
     dispatcher, client = build(answer, "a", "b", "c")
     for length in range(100, 900, 100):

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.config import RouterConfig, VersionConfig
+from app.config import RouterConfig, RouterSettings, VersionConfig
 from app.protocol import GenerateRequest, TokenChunk
 from app.serving import router as module
 from app.serving.dispatch import PromptRun
@@ -34,7 +34,11 @@ class ScriptedVersion:
         self.estimates = OutputEstimates(20.0)
         self.pool_loads: dict[PoolName, PoolLoad] = {pool: PoolLoad(1) for pool in self.limits}
         self.runs: list[PromptRun] = []
+        self.expected: list[PoolName] = []
         self._play = play
+
+    def expect(self, pool: PoolName) -> None:
+        self.expected.append(pool)
 
     def loads(self) -> dict[PoolName, PoolLoad]:
         return self.pool_loads
@@ -46,16 +50,18 @@ class ScriptedVersion:
 
 
 @pytest.fixture
-def client_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[ScriptedVersion], httpx.AsyncClient]:
-    def build(version: ScriptedVersion) -> httpx.AsyncClient:
+def client_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., httpx.AsyncClient]:
+    def build(version: ScriptedVersion, settings: RouterSettings | None = None) -> httpx.AsyncClient:
         monkeypatch.setattr(module, "Version", lambda _config, _settings: version)
-        app = Router(RouterConfig(versions=(VersionConfig(app="pools"),))).__serve_build_asgi_app__()
+        app = Router(
+            RouterConfig(versions=(VersionConfig(app="pools"),), settings=settings or RouterSettings())
+        ).__serve_build_asgi_app__()
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
 
     return build
 
 
-ClientOf = Callable[[ScriptedVersion], httpx.AsyncClient]
+ClientOf = Callable[..., httpx.AsyncClient]
 
 
 def data_events(response: httpx.Response) -> list[Any]:
@@ -164,3 +170,13 @@ async def test_the_pool_follows_load_and_what_the_bucket_was_seen_to_generate(cl
             version.estimates.observe("short", 5000, was_cut=False)
         assert await pool_of() == ("long", False)
     assert [run.is_streamed for run in version.runs] == [False] * 4
+    assert version.expected == ["long"]
+
+
+@pytest.mark.asyncio
+async def test_spills_can_be_turned_off(client_of: ClientOf) -> None:
+    version = ScriptedVersion(one_token)
+    version.pool_loads["short"] = PoolLoad(1, waiting_seqs=3)
+    async with client_of(version, RouterSettings(spills=False)) as client:
+        assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
+    assert [(run.pool, run.is_spilled) for run in version.runs] == [("short", False)]
