@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kernels import native, native_products
+from kernels.native import Array
+
+PackedExpert = tuple[Array, Array]
+
+
+def pack_expert(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExpert:
+    """One expert, gate_up [2I, D] and down [D, I]: packed one by one, all of them never lie in memory twice."""
+    return native_products.pack(gate_up), native_products.pack(down)
 
 
 class CpuExperts:
-    """fused_experts for weights that stay: gate_up [E, 2I, D] and down [E, D, I], fp32 on CPU."""
+    """fused_experts for weights that stay, fp32 on CPU."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        self._gate_up, self._down = native_products.pack(gate_up), native_products.pack(down)
+    def __init__(self, packed: Sequence[PackedExpert]) -> None:
+        self._gate_up = native_products.join([gate_up for gate_up, _ in packed])
+        self._down = native_products.join([down for _, down in packed])
+
+    @classmethod
+    def of(cls, gate_up: torch.Tensor, down: torch.Tensor) -> CpuExperts:
+        """gate_up [E, 2I, D] and down [E, D, I]"""
+        return cls([pack_expert(*weights) for weights in zip(gate_up, down, strict=True)])
 
     @staticmethod
     def can_hold(gate_up: torch.Tensor) -> bool:

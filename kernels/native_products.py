@@ -32,17 +32,36 @@ def pack(weight: torch.Tensor) -> Array:
     """[..., M, K] fp32 -> its panels [..., M / 32 rounded up, K, 16 uint32 or 32 fp32], on a cache line's start."""
     *batch, num_outputs, inner = weight.shape
     num_panels = -(-num_outputs // PANEL)
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, num_panels * PANEL - num_outputs))
-    columns = padded.unflatten(-2, (num_panels, PANEL)).mT  # [..., panels, K, 32]
-    narrow = columns.bfloat16()
-    if not torch.equal(narrow.float(), columns):
+    if num_outputs % PANEL:
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, num_panels * PANEL - num_outputs))
+    columns = weight.unflatten(-2, (num_panels, PANEL)).mT  # [..., panels, K, 32]
+    # Part by part: copies of a whole matrix would be most of the memory that loading takes.
+    if not all(torch.equal(part.bfloat16().float(), part) for part in columns):
         memory = _aligned_memory((*batch, num_panels, inner, PANEL), np.dtype(np.float32))
         memory[:] = columns.numpy()
         return memory
     memory = _aligned_memory((*batch, num_panels, inner, LANES), np.dtype(np.uint32))
     halves = memory.view(np.uint16).reshape(*memory.shape, 2)
-    halves[:] = narrow.view(torch.uint16).unflatten(-1, (2, LANES)).mT.numpy()
+    for place, part in zip(halves, columns, strict=True):
+        place[:] = part.bfloat16().view(torch.uint16).unflatten(-1, (2, LANES)).mT.numpy()
     return memory
+
+
+def join(parts: list[Array]) -> Array:
+    """Packed weights of one shape -> one array of them all. Where some of them needed fp32, all get it."""
+    if len({part.dtype for part in parts}) > 1:
+        parts = [_widened(part) for part in parts]
+    memory = _aligned_memory((len(parts), *parts[0].shape), parts[0].dtype)
+    for index in range(len(parts)):
+        memory[index] = parts[index]
+    return memory
+
+
+def _widened(panels: Array) -> Array:
+    if panels.dtype == np.float32:
+        return panels
+    low, high = panels << np.uint32(16), panels & np.uint32(0xFFFF0000)
+    return np.concatenate([low.view(np.float32), high.view(np.float32)], axis=-1)
 
 
 def _aligned_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

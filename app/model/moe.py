@@ -14,7 +14,7 @@ import torch
 from app.model.config import MoeConfig
 from app.model.layers import GatedMlp, Linear
 from app.model.placement import LayerPlacement
-from kernels.checks import Backend, use_triton
+from kernels.checks import Backend
 from kernels.expert_routing import route_experts
 from kernels.experts_cpu import CpuExperts
 from kernels.fp8_experts import Fp8Experts, fp8_experts
@@ -23,13 +23,10 @@ from kernels.row_linear import linear_rows
 
 
 class Experts:
-    """Feed-forward networks by number: gate_up [E, 2I, D] and down [E, D, I]. On CPU in fp32 they are packed here."""
+    """Feed-forward networks by number: gate_up [E, 2I, D] and down [E, D, I], or packed for a CPU."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, backend: Backend | None) -> None:
-        self._backend = backend
-        self._weights: CpuExperts | tuple[torch.Tensor, torch.Tensor] = gate_up, down
-        if not use_triton(gate_up, backend) and CpuExperts.can_hold(gate_up):
-            self._weights = CpuExperts(gate_up, down)
+    def __init__(self, weights: CpuExperts | tuple[torch.Tensor, torch.Tensor], backend: Backend | None) -> None:
+        self._weights, self._backend = weights, backend
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [N, D], ids [N, k] int32, -1 for none, weights [N, k] fp32 -> [N, D]; see fused_experts."""

@@ -33,7 +33,7 @@ def tokens_of(
 def test_matches_the_reference(num_experts: int, dim: int, inter: int, top_k: int, num_tokens: int) -> None:
     gate_up, down = weights_of(num_experts, dim, inter)
     x, ids, weights = tokens_of(num_tokens, dim, num_experts, top_k)
-    out = CpuExperts(gate_up, down).forward(x, ids, weights)
+    out = CpuExperts.of(gate_up, down).forward(x, ids, weights)
     assert_close(out, fused_experts_reference(x, gate_up, down, ids, weights), RELATIVE_TOLERANCE)
 
 
@@ -42,10 +42,10 @@ def test_pairs_without_an_expert_add_nothing(num_tokens: int) -> None:
     gate_up, down = weights_of(8, 64, 32)
     x, ids, weights = tokens_of(num_tokens, 64, 8, 4)
     ids[1], ids[2, 0] = -1, -1
-    out = CpuExperts(gate_up, down).forward(x, ids, weights)
+    out = CpuExperts.of(gate_up, down).forward(x, ids, weights)
     assert_close(out, fused_experts_reference(x, gate_up, down, ids, weights), RELATIVE_TOLERANCE)
     assert not out[1].any()
-    assert not CpuExperts(gate_up, down).forward(x, torch.full_like(ids, -1), weights).any()
+    assert not CpuExperts.of(gate_up, down).forward(x, torch.full_like(ids, -1), weights).any()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -54,7 +54,7 @@ def test_a_tokens_bits_depend_on_nothing_else(dim: int, inter: int, num_threads:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        experts = CpuExperts(*weights_of(17, dim, inter))
+        experts = CpuExperts.of(*weights_of(17, dim, inter))
         x, ids, weights = tokens_of(64, dim, 17, 5)
         many = experts.forward(x, ids, weights)
         for count in (1, 2, 4, 5, 8, 12, 16, 20, 33):

@@ -91,7 +91,7 @@ def test_two_threads_give_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> No
     x, weight = torch.randn(70, 96, generator=random), torch.randn(130, 96, generator=random)
     panels = native_products.pack(weight)
     heads = HeadProjection(torch.randn(3, 20, 50, generator=random))
-    experts = CpuExperts(torch.randn(7, 48, 96, generator=random), torch.randn(7, 96, 24, generator=random))
+    experts = CpuExperts.of(torch.randn(7, 48, 96, generator=random), torch.randn(7, 96, 24, generator=random))
     ids = torch.randint(-1, 7, (70, 3), generator=random, dtype=torch.int32)
     expert_weights = torch.rand(70, 3, generator=random)
     cache = torch.randn(6, 64, 32, generator=random)
