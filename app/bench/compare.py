@@ -47,8 +47,12 @@ class EngineGenerator:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        sampling = SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, *, ignore_eos: bool = False
+    ) -> list[list[int]]:
+        """ignore_eos: an end may be generated and is passed over; else none is generated."""
+        min_tokens = 0 if ignore_eos else num_tokens
+        sampling = SamplingParams(max_tokens=num_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, temperature=0.0)
         outputs: dict[str, list[int]] = {}
         for index, prompt in enumerate(prompts):
             outputs[f"bench-{index}"] = []

@@ -59,7 +59,9 @@ def http_cost(config: Path, *, streams: int, output_tokens: int, runs: int, repo
     """
     pools = pools_config(config)
     engine_config = pools.short.engine
-    engine = EngineGenerator(load_engine(pools.model, engine_config))
+    loaded = load_engine(pools.model, engine_config)
+    loaded.warm_up(is_complete=True)  # the server's engines have the time for it between their requests
+    engine = EngineGenerator(loaded)
     rng = random.Random(0)
     rates: dict[str, list[float]] = {"engine": [], "http": []}
     with LocalServer(config) as server:
@@ -68,7 +70,7 @@ def http_cost(config: Path, *, streams: int, output_tokens: int, runs: int, repo
             # New random ids each time: neither side finds a prefix cached.
             prompts = [[rng.randrange(256, 8000) for _ in range(PROMPT_TOKENS)] for _ in range(streams)]
             start_s = time.perf_counter()
-            engine.generate(prompts, num_tokens)
+            engine.generate(prompts, num_tokens, ignore_eos=True)  # as the clients ask for
             return streams * num_tokens / (time.perf_counter() - start_s)
 
         def run_http(num_tokens: int) -> float:
