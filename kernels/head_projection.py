@@ -13,6 +13,7 @@ from kernels.dependent_launch import dependent_launch, wait_for_previous
 _BLOCK_N = 16
 # Few rows are bound by how fast the weight streams in: many programs then, each of which asks for its part at once.
 _FEW, _MANY = (16, 512), (64, 128)  # up to _BLOCK_N rows, and above: outputs of a program, inputs of a step
+_MAX_PLAIN_ROWS, _MAX_PLAIN_WIDTH = 4, 1024  # up to here the matrix unit's set-up takes longer than plain sums
 
 
 def project_heads_reference(x: torch.Tensor, weight: torch.Tensor, *, tail: int = 0) -> torch.Tensor:
@@ -60,6 +61,33 @@ def _project_kernel(
         tl.store(out_rows[:, None] + M + place[None, :], kept, mask=is_copied)
 
 
+@triton.jit
+def _project_rows_kernel(
+    x_ptr, weight_ptr, out_ptr,
+    x_row_stride, x_head_stride, w_head_stride, w_in_stride, w_out_stride,
+    H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M outputs of one head for very few rows, without the matrix unit."""
+    head = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    weights = weight_ptr + head.to(tl.int64) * w_head_stride + k[:, None] * w_in_stride + column[None, :] * w_out_stride
+    w = tl.load(weights, mask=(k[:, None] < K) & (column[None, :] < M), other=0.0)
+    wait_for_previous(PDL)
+    for n in tl.static_range(ROWS):
+        x_row = x_ptr + n * x_row_stride + head * x_head_stride
+        out_row = out_ptr + (n * H + head) * (M + TAIL)
+        x = tl.load(x_row + k, mask=k < K, other=0.0)
+        total = tl.sum(w.to(tl.float32) * x.to(tl.float32)[:, None], axis=0)
+        tl.store(out_row + column, total.to(out_ptr.dtype.element_ty), mask=column < M)
+        if TAIL > 0:
+            place = tl.arange(0, BLOCK_TAIL)
+            is_copied = tl.program_id(1) * TAIL + place < TAIL
+            kept = tl.load(x_row + K + place, mask=is_copied, other=0.0)
+            tl.store(out_row + M + place, kept, mask=is_copied)
+
+
 def project_heads(
     x: torch.Tensor, weight: torch.Tensor, *, tail: int = 0, backend: Backend | None = None
 ) -> torch.Tensor:
@@ -85,11 +113,21 @@ def project_heads(
     out = torch.empty(x.shape[0], num_heads, out_width + tail, dtype=x.dtype, device=x.device)
     if x.shape[0] == 0:
         return out
+    shape: dict[str, int] = {
+        "H": num_heads, "K": width, "M": out_width, "TAIL": tail, "BLOCK_TAIL": triton.next_power_of_2(max(tail, 1)),
+    }  # fmt: skip
+    is_plain = x.shape[0] <= _MAX_PLAIN_ROWS and width <= _MAX_PLAIN_WIDTH and x.element_size() == 2
+    if is_plain and not invariance.is_required():
+        _project_rows_kernel[(num_heads, triton.cdiv(out_width, _FEW[0]))](
+            x, weight, out, x.stride(0), x.stride(1), *weight.stride(), **shape,
+            ROWS=x.shape[0], BLOCK_K=triton.next_power_of_2(width), BLOCK_M=_FEW[0], num_warps=4,
+            **dependent_launch(x.device),
+        )  # fmt: skip
+        return out
     block_m, block_k = _FEW if x.shape[0] <= _BLOCK_N and not invariance.is_required() else _MANY
     grid = (triton.cdiv(x.shape[0], _BLOCK_N), num_heads, triton.cdiv(out_width, block_m))
     _project_kernel[grid](
-        x, weight, out, x.shape[0], x.stride(0), x.stride(1), *weight.stride(),
-        H=num_heads, K=width, M=out_width, TAIL=tail, BLOCK_TAIL=triton.next_power_of_2(max(tail, 1)),
+        x, weight, out, x.shape[0], x.stride(0), x.stride(1), *weight.stride(), **shape,
         BLOCK_N=_BLOCK_N, BLOCK_K=min(max(triton.next_power_of_2(width), 16), block_k), BLOCK_M=block_m,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, **dependent_launch(x.device),
     )  # fmt: skip

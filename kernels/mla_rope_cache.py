@@ -76,22 +76,22 @@ def _cpu_rope_cache(
 
 
 @triton.jit
-def _rotate_row(
-    in_ptr, out_ptr, cos_ptr, sin_ptr, factor,
+def _rotate_rows(
+    in_rows, out_rows, is_row, cos_ptr, sin_ptr, factor,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """out = the rotated row times `factor`, a power of two."""
+    """out = the rotated rows times `factor`, a power of two; in_rows and out_rows: a pointer per row."""
     pair = tl.arange(0, BLOCK_HALF)
-    mask = pair < HALF
-    cos = tl.load(cos_ptr + pair, mask=mask, other=0.0)
-    sin = tl.load(sin_ptr + pair, mask=mask, other=0.0)
-    first_at = pair * 2 if INTERLEAVED else pair
-    second_at = pair * 2 + 1 if INTERLEAVED else pair + HALF
-    first = tl.load(in_ptr + first_at, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(in_ptr + second_at, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + pair, mask=pair < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + pair, mask=pair < HALF, other=0.0)[None, :]
+    first_at = (pair * 2 if INTERLEAVED else pair)[None, :]
+    second_at = (pair * 2 + 1 if INTERLEAVED else pair + HALF)[None, :]
+    mask = is_row[:, None] & (pair < HALF)[None, :]
+    first = tl.load(in_rows[:, None] + first_at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(in_rows[:, None] + second_at, mask=mask, other=0.0).to(tl.float32)
     first, second = (first * cos - second * sin) * factor, (second * cos + first * sin) * factor
-    tl.store(out_ptr + first_at, first.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptr + second_at, second.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_rows[:, None] + first_at, first.to(out_rows.dtype.element_ty), mask=mask)
+    tl.store(out_rows[:, None] + second_at, second.to(out_rows.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -126,14 +126,15 @@ def _mla_rope_cache_kernel(
                 latent = round_to_e4m3(latent * inverse, latent_ptr.dtype.element_ty)
             entry = latent_ptr + slot * latent_stride
             tl.store(entry + columns, latent.to(latent_ptr.dtype.element_ty), mask=mask)
-            rope = rope_ptr + slot * rope_stride
-            _rotate_row(kv_row + R, rope, cos_ptr, sin_ptr, inverse, P // 2, BLOCK_HALF, INTERLEAVED)
+            one = tl.arange(0, 1)
+            rope = rope_ptr + slot * rope_stride + one
+            _rotate_rows(
+                kv_row + R + one, rope, one == 0, cos_ptr, sin_ptr, inverse, P // 2, BLOCK_HALF, INTERLEAVED
+            )  # fmt: skip
     else:
-        for i in range(HEADS_PER_PROGRAM):
-            head = (group - 1) * HEADS_PER_PROGRAM + i
-            if head < H:
-                rope = q_ptr + n * q_token_stride + head * q_head_stride + NOPE
-                _rotate_row(rope, rope, cos_ptr, sin_ptr, 1.0, P // 2, BLOCK_HALF, INTERLEAVED)
+        head = (group - 1) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
+        rows = q_ptr + n * q_token_stride + head * q_head_stride + NOPE
+        _rotate_rows(rows, rows, head < H, cos_ptr, sin_ptr, 1.0, P // 2, BLOCK_HALF, INTERLEAVED)
 
 
 def _check(

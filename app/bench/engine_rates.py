@@ -179,6 +179,22 @@ async def mixed_load(
     )
 
 
+async def idle_ttft(engine: Engine, num_tokens: int, num_requests: int) -> dict[str, float]:
+    """Milliseconds to the first token of distinct prompts, each alone on a started engine."""
+    rng = random.Random(2)
+    times = []
+    for index in range(num_requests):
+        prompt = tuple(rng.randrange(1000, engine.limits.vocab_size) for _ in range(num_tokens))
+        sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        start = time.perf_counter()
+        stamps = [
+            time.perf_counter() - start async for _ in engine.generate(GenerateRequest(f"i-{index}", prompt, sampling))
+        ]
+        times.append(stamps[0])
+        await asyncio.sleep(0.02)
+    return _summary(times)
+
+
 def _summary(seconds: Seq[float]) -> dict[str, float]:
     if not seconds:
         return {}
@@ -247,6 +263,9 @@ def _mixed(engine: Engine, report: Callable[[str], None]) -> dict[str, object]:
     engine.start()
     try:
         asyncio.run(load(seconds=2.0, long_tokens=16384))
+        engine.reset()
+        runs["idle_ttft_512_ms"] = asyncio.run(idle_ttft(engine, 512, 40))
+        report(f"one prompt of 512 tokens on an idle engine, ms: {json.dumps(runs['idle_ttft_512_ms'])}")
         for name, long_tokens in (("alone", 0), ("beside 64k prompts", 65536)):
             engine.reset()  # the runs' prompts are the same, and none may find its prefix cached
             runs[name] = asdict(asyncio.run(load(seconds=20.0, long_tokens=long_tokens)))

@@ -30,7 +30,8 @@ from kernels import invariance, native, tuning
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 256 * 2**20
-MAX_STEP_S = {"cpu": 0.2, "cuda": 0.08}
+MAX_STEP_S = {"cpu": 0.2, "cuda": 0.1}
+ATTENTION_TILE = 128  # prompt tokens that one multiprocessor attends for one head at a time
 CUDA_CACHE_SHARE = 0.9  # of the memory free after the weights are loaded
 
 
@@ -192,6 +193,14 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
+def _chunk_step(model: ModelConfig, device: torch.device) -> int:
+    """Tokens whose attention keeps every multiprocessor at work once."""
+    if device.type == "cpu":
+        return 1
+    num_multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return ATTENTION_TILE * max(1, num_multiprocessors // model.num_heads)
+
+
 def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> Limits:
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
@@ -207,6 +216,7 @@ def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> L
         max_batched_tokens=config.max_batched_tokens,
         max_chunk_tokens=min(config.max_chunk_tokens, config.max_batched_tokens),
         max_waiting_seqs=config.max_waiting_seqs,
+        chunk_step=_chunk_step(model, device),
         max_step_s=config.max_step_s or MAX_STEP_S[device.type],
         max_passed_over_s=config.max_passed_over_s,
         prefix_caching=config.prefix_caching,

@@ -21,6 +21,9 @@ class PrefillPacer:
         """Account for a step that computed so many prompt tokens in `step_s` seconds, decodes included."""
         if num_prefill_tokens == 0:
             return
+        if num_prefill_tokens > self.allowance:  # a step that was not held to it still tells how long it would take
+            step_s *= self.allowance / num_prefill_tokens
+            num_prefill_tokens = self.allowance
         if step_s > self._max_step_s:
             fitting = int(num_prefill_tokens * self._max_step_s / step_s)
             self.allowance = min(self.allowance, max(self._min_tokens, fitting))

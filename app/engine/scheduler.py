@@ -25,6 +25,8 @@ from app.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from app.protocol import EngineStats, FinishReason, GenerateRequest, TokenChunk, TokenLogprob
 
 RESERVE_SHARE = 0.05  # of all blocks, at most one per running sequence
+# Longer steps compute prompts faster. Where many requests wait, that is worth more than short steps are to the others.
+CROWDED_QUEUE, CROWDED_STEP_FACTOR = 4, 2
 MAX_CANDIDATES = 64  # waiting sequences that a step looks at
 OLDEST_PROMPT_SHARE = 0.25  # of a step's prompt tokens: however many shorter prompts come, the oldest gets so many
 
@@ -38,6 +40,7 @@ class Limits:
     max_batched_tokens: int
     max_chunk_tokens: int
     max_waiting_seqs: int
+    chunk_step: int  # tokens: a prompt's chunks longer than that are multiples of it, but for the last
     max_step_s: float
     max_passed_over_s: float  # a request that waited so long is the next to be admitted
     prefix_caching: bool
@@ -130,7 +133,8 @@ class Scheduler:
         )
         is_waited_for = bool(scheduled) or len(prompts) + len(self._waiting) > 1
         if is_waited_for:
-            budget = min(budget, self._pacer.allowance)
+            factor = CROWDED_STEP_FACTOR if len(self._waiting) >= CROWDED_QUEUE else 1
+            budget = min(budget, factor * self._pacer.allowance)
         if prompts:
             oldest = min(prompts, key=lambda seq: seq.arrival_s)
             budget -= self._take(oldest, math.ceil(OLDEST_PROMPT_SHARE * budget), scheduled)
@@ -141,7 +145,15 @@ class Scheduler:
         budget = self._admit(scheduled, budget, left_over)
         for seq in prompts:
             budget -= self._take(seq, budget, scheduled)
+        self._round_chunks(scheduled)
         return Batch.of(list(scheduled.values())) if scheduled else None
+
+    def _round_chunks(self, scheduled: dict[str, tuple[Sequence, int]]) -> None:
+        """Cut chunks to whole rounds of attention: all of a device takes as long for a little more as for a round."""
+        step = self.limits.chunk_step
+        for request_id, (seq, count) in scheduled.items():
+            if step < count < seq.num_new_tokens:
+                scheduled[request_id] = seq, count - count % step
 
     def _take(self, seq: Sequence, limit: int, scheduled: dict[str, tuple[Sequence, int]]) -> int:
         """Schedule up to `limit` more tokens of a prompt, whose blocks are reserved already; returns how many."""

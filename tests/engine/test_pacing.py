@@ -40,3 +40,11 @@ def test_limits_below_the_least_are_kept() -> None:
     pacer = PrefillPacer(max_tokens=16, max_step_s=0.1)
     pacer.record(16, 1.0)
     assert pacer.allowance == 16
+
+
+def test_a_step_longer_than_allowed_tells_how_long_an_allowed_one_takes() -> None:
+    pacer = PrefillPacer(max_tokens=8192, max_step_s=0.1)
+    pacer.record(8192, 0.8)
+    assert pacer.allowance == 1024
+    pacer.record(8192, 0.8)
+    assert pacer.allowance in range(1000, 1060)

@@ -23,7 +23,8 @@ BLOCK = 4
 def make_scheduler(num_blocks: int = 64, **limits: float) -> Scheduler:
     defaults = Limits(
         max_model_len=200, max_num_seqs=8, max_batched_tokens=32, max_chunk_tokens=8, max_waiting_seqs=100,
-        max_step_s=1e9, max_passed_over_s=1e9, prefix_caching=True, vocab_size=50, eos_token_ids=frozenset({1}),
+        chunk_step=1, max_step_s=1e9, max_passed_over_s=1e9, prefix_caching=True, vocab_size=50,
+        eos_token_ids=frozenset({1}),
     )  # fmt: skip
     layout = CacheLayout(num_layers=1, dim=2, dtype=torch.float32, block_size=BLOCK)
     return Scheduler(replace(defaults, **limits), layout, num_blocks, version="v")  # type: ignore[arg-type]
@@ -95,6 +96,27 @@ def test_prompts_of_one_length_are_computed_one_after_the_other() -> None:
     assert steps[1] == {"a": 8, "b": 4}
     assert steps[2] == {"a": 1, "b": 11}
     assert steps[3] == {"a": 1, "b": 5, "c": 6}
+
+
+def test_chunks_are_cut_to_whole_rounds_but_for_the_last() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_batched_tokens=30, max_chunk_tokens=30, chunk_step=8)
+    scheduler.add(request("long", 60, first=3))
+    scheduler.add(request("short", 5, first=20))
+    assert work_of(run_step(scheduler)[0]) == {"long": 24}
+    assert work_of(run_step(scheduler)[0]) == {"long": 24, "short": 5}
+    assert work_of(run_step(scheduler)[0]) == {"short": 1, "long": 12}
+
+
+def test_steps_are_longer_where_many_wait() -> None:
+    limits = {"max_batched_tokens": 2000, "max_chunk_tokens": 2000, "max_model_len": 6000, "max_num_seqs": 2}
+    scheduler = make_scheduler(num_blocks=9000, max_step_s=0.2, prefix_caching=False, **limits)
+    for index in range(8):
+        scheduler.add(request(f"r{index}", 3000, first=index, max_tokens=20))
+    for _ in range(6):
+        batch, _ = run_step(scheduler)
+        assert batch is not None
+        scheduler.record_step_time(batch, 0.001 * batch.num_tokens)
+    assert batch.num_tokens == pytest.approx(400, abs=40), "twice what fits 0.2 s"
 
 
 def test_steps_are_shortened_while_others_wait_for_them() -> None:

@@ -10,7 +10,8 @@ from app.model.config import ModelConfig
 
 LIMITS = Limits(
     max_model_len=131072, max_num_seqs=256, max_batched_tokens=8192, max_chunk_tokens=8192, max_waiting_seqs=64,
-    max_step_s=0.1, max_passed_over_s=30.0, prefix_caching=True, vocab_size=102400, eos_token_ids=frozenset(),
+    chunk_step=1, max_step_s=0.1, max_passed_over_s=30.0, prefix_caching=True, vocab_size=102400,
+    eos_token_ids=frozenset(),
 )  # fmt: skip
 
 
