@@ -74,7 +74,7 @@ class Runner:
         """Let the other ranks end. Nothing else may follow."""
         with suppress(RankLostError):
             self._channel.send(Kind.STOP)
-        self._model.ranks.leave()
+        self._model.ranks.leave(self._cache.device)
 
     # ---- the other ranks ----
 
@@ -93,7 +93,7 @@ class Runner:
                 self._graphs.capture_largest()
             elif self._graphs is not None:
                 self._graphs.capture_next()
-        self._model.ranks.leave()
+        self._model.ranks.leave(self._cache.device)
 
     # ---- all ranks ----
 
