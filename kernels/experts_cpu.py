@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from kernels import native, native_products
 from kernels.native import Array
 
-PackedExpert = tuple[Array, Array]
-
-
-def pack_expert(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExpert:
-    """One expert, gate_up [2I, D] and down [D, I]: packed one by one, all of them never lie in memory twice."""
-    return native_products.pack(gate_up), native_products.pack(down)
-
 
 class CpuExperts:
-    """fused_experts for weights that stay, fp32 on CPU."""
+    """fused_experts for weights that stay, fp32 on CPU. They come one by one, so that none lies in memory twice."""
 
-    def __init__(self, packed: Sequence[PackedExpert]) -> None:
-        self._gate_up = native_products.join([gate_up for gate_up, _ in packed])
-        self._down = native_products.join([down for _, down in packed])
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._gate_up: Array | None = None
+        self._down: Array | None = None
 
     @classmethod
     def of(cls, gate_up: torch.Tensor, down: torch.Tensor) -> CpuExperts:
         """gate_up [E, 2I, D] and down [E, D, I]"""
-        return cls([pack_expert(*weights) for weights in zip(gate_up, down, strict=True)])
+        experts = cls(len(gate_up))
+        for index, weights in enumerate(zip(gate_up, down, strict=True)):
+            experts.put(index, *weights)
+        return experts
+
+    def put(self, index: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """Pack one expert, gate_up [2I, D] and down [D, I]."""
+        self._gate_up = native_products.put(self._gate_up, self._count, index, native_products.pack(gate_up))
+        self._down = native_products.put(self._down, self._count, index, native_products.pack(down))
 
     @staticmethod
     def can_hold(gate_up: torch.Tensor) -> bool:
@@ -35,4 +35,6 @@ class CpuExperts:
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [N, D], ids [N, k] int32, weights [N, k] fp32 -> [N, D]; see fused_experts."""
+        if self._gate_up is None or self._down is None:
+            raise ValueError("experts: none was put in")
         return native_products.apply_experts(x, self._gate_up, self._down, ids, weights)

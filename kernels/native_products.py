@@ -47,14 +47,14 @@ def pack(weight: torch.Tensor) -> Array:
     return memory
 
 
-def join(parts: list[Array]) -> Array:
-    """Packed weights of one shape -> one array of them all. Where some of them needed fp32, all get it."""
-    if len({part.dtype for part in parts}) > 1:
-        parts = [_widened(part) for part in parts]
-    memory = _aligned_memory((len(parts), *parts[0].shape), parts[0].dtype)
-    for index in range(len(parts)):
-        memory[index] = parts[index]
-    return memory
+def put(stack: Array | None, count: int, index: int, panels: Array) -> Array:
+    """Packed weights of one shape in one array of `count`; where some of them need fp32, all get it."""
+    if stack is None:
+        stack = _aligned_memory((count, *panels.shape), panels.dtype)
+    if stack.dtype != panels.dtype:
+        stack, panels = _widened(stack), _widened(panels)
+    stack[index] = panels
+    return stack
 
 
 def _widened(panels: Array) -> Array:

@@ -10,7 +10,7 @@ from app.model.checkpoint import SCALE_SUFFIX, Span, covering_blocks
 from app.model.config import FP8_BLOCK, ModelConfig
 from app.model.moe import Experts, Fp8Layer
 from kernels.checks import Backend, use_triton
-from kernels.experts_cpu import CpuExperts, PackedExpert, pack_expert
+from kernels.experts_cpu import CpuExperts
 from kernels.fp8_experts import Fp8Experts
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ class ExpertStack:
     ) -> None:  # fmt: skip
         self._hidden, self._backend = Span.whole(config.hidden_size), backend
         self._is_fp8 = keeps_fp8(config, width, device, backend)
-        self._packed: list[PackedExpert] = []
         sample = torch.empty(0, dtype=dtype, device=device)
         # On a CPU one expert after the other passes through the same memory.
-        self._is_packed = not use_triton(sample, backend) and CpuExperts.can_hold(sample)
-        if self._is_packed:
+        is_packed = not use_triton(sample, backend) and CpuExperts.can_hold(sample)
+        self._packed = CpuExperts(count) if is_packed else None
+        if is_packed:
             count = 1
         stored = torch.float8_e4m3fn if self._is_fp8 else dtype
         rows, columns = width.count, config.hidden_size
@@ -51,16 +51,16 @@ class ExpertStack:
             self._down_scales = torch.empty(count, columns, rows, dtype=torch.float32, device=device)
 
     def fill(self, source: TensorSource, slot: int, prefix: str, width: Span) -> None:
-        """Expert number `slot`, slots in order, from the tensors named with `prefix` or this part of their width."""
+        """Expert number `slot` from the tensors named with `prefix` or this part of their width."""
         hidden = self._hidden
-        slot = 0 if self._is_packed else slot
-        gate, up = self._gate_up[slot].chunk(2)
+        place = slot if self._packed is None else 0
+        gate, up = self._gate_up[place].chunk(2)
         parts = {"gate_proj": (gate, width, hidden), "up_proj": (up, width, hidden)}
-        parts["down_proj"] = (self._down[slot], hidden, width)
+        parts["down_proj"] = (self._down[place], hidden, width)
         for name, (part, *spans) in parts.items():
             source.fill(f"{prefix}{name}.weight", part, spans)
-        if self._is_packed:
-            self._packed.append(pack_expert(self._gate_up[0], self._down[0]))
+        if self._packed is not None:
+            self._packed.put(slot, self._gate_up[0], self._down[0])
         if self._is_fp8:
             gate, up = self._gate_up_scales[slot].chunk(2)
             scales = {"gate_proj": gate, "up_proj": up, "down_proj": self._down_scales[slot]}
@@ -74,8 +74,8 @@ class ExpertStack:
             source.skip(f"{prefix}{name}.weight")
 
     def experts(self) -> Experts | Fp8Layer:
-        if self._is_packed:
-            return Experts(CpuExperts(self._packed), self._backend)
+        if self._packed is not None:
+            return Experts(self._packed, self._backend)
         if not self._is_fp8:
             return Experts((self._gate_up, self._down), self._backend)
         weights = Fp8Experts(self._gate_up, self._gate_up_scales, self._down, self._down_scales)
