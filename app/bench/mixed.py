@@ -101,15 +101,19 @@ async def measure_shorts(url: str, seed: int, *, beside_longs: bool) -> ShortRun
     planned = plan(poisson(RATE, rng), SHORT_TOKENS, SHORT_OUTPUT_TOKENS, rng, duration_s=None, num_requests=SHORTS)
     longs: list[RequestRecord] = []
     async with Client(url, timeout_s=600.0) as client:
-        tasks = [asyncio.create_task(_send_longs(client, longs, seed + index)) for index in range(LONGS_AT_ONCE)]
+        tasks = [
+            asyncio.create_task(_send_longs(client, longs, 100 + 10 * seed + index)) for index in range(LONGS_AT_ONCE)
+        ]
         if not beside_longs:
             for task in tasks:
                 task.cancel()
-        await asyncio.sleep(SETTLE_S)
-        shorts = (await run_load(planned, Target(url), seed=seed)).records
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await asyncio.sleep(SETTLE_S)
+            shorts = (await run_load(planned, Target(url), seed=seed)).records
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
     failed = [record for record in (*shorts, *longs) if record.error not in (None, "cancelled")]
     ttfts = [record.ttft_s for record in shorts if record.error is None and record.ttft_s is not None]
     return ShortRun(ttfts, [record.event_times_s[0] for record in longs if record.event_times_s], len(failed))

@@ -28,6 +28,7 @@ RESERVE_SHARE = 0.05  # of all blocks, at most one per running sequence
 # Longer steps compute prompts faster. Where many requests wait, that is worth more than short steps are to the others.
 CROWDED_QUEUE, CROWDED_STEP_FACTOR = 4, 2
 MAX_CANDIDATES = 64  # waiting sequences that a step looks at
+SHARED_WINDOW_S = 5.0  # steps stay short for so long after others last waited for them
 OLDEST_PROMPT_SHARE = 0.25  # of a step's prompt tokens: however many shorter prompts come, the oldest gets so many
 
 
@@ -54,6 +55,7 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.stats = StatsRecorder()
         self._pacer = PrefillPacer(limits.max_batched_tokens, limits.max_step_s)
+        self._shared_s = -math.inf  # when a step last had more than one prompt to care for
         self._layout = layout
         self._version = version
         self._waiting: list[Sequence] = []  # in order: preempted first, then priority, then arrival
@@ -131,8 +133,11 @@ class Scheduler:
         prompts = sorted(
             (seq for seq in self._running if seq.num_new_tokens > 1), key=lambda seq: (seq.num_new_tokens, seq.order)
         )
-        is_waited_for = bool(scheduled) or len(prompts) + len(self._waiting) > 1
-        if is_waited_for:
+        now = time.monotonic()
+        if scheduled or len(prompts) + len(self._waiting) > 1:
+            self._shared_s = now
+        # Who comes in the middle of a long step waits for all of it, and where some came, others will.
+        if now - self._shared_s < SHARED_WINDOW_S:
             factor = CROWDED_STEP_FACTOR if len(self._waiting) >= CROWDED_QUEUE else 1
             budget = min(budget, factor * self._pacer.allowance)
         if prompts:

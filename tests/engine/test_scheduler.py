@@ -119,7 +119,7 @@ def test_steps_are_longer_where_many_wait() -> None:
     assert batch.num_tokens == pytest.approx(400, abs=40), "twice what fits 0.2 s"
 
 
-def test_steps_are_shortened_while_others_wait_for_them() -> None:
+def test_steps_are_shortened_while_others_wait_for_them(clock: list[float]) -> None:
     limits = {"max_batched_tokens": 2000, "max_chunk_tokens": 2000, "max_model_len": 6000}
     scheduler = make_scheduler(num_blocks=2000, max_step_s=0.1, **limits)
 
@@ -139,6 +139,8 @@ def test_steps_are_shortened_while_others_wait_for_them() -> None:
         "never below the least"
     )
     scheduler.abort("talking")
+    assert timed_step(0.001)["long"] < 200, "others may come again soon"
+    clock[0] += scheduler_module.SHARED_WINDOW_S
     assert timed_step(0.001)["long"] > 1000, "alone again"
 
 
