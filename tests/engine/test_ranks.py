@@ -99,7 +99,7 @@ def biased_checkpoint(folder: Path, bias: list[float]) -> Path:
     tensors = load_file(file)
     for name in tensors:
         if name.endswith("e_score_correction_bias"):
-            tensors[name] = torch.tensor(bias)
+            tensors[name] = torch.tensor(bias, dtype=torch.float32)
     save_file(tensors, file)
     return folder
 
