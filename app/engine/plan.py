@@ -102,6 +102,18 @@ class StepPlan:
         return cls(counts, context_lens, token_ids, tables.reshape(num_seqs, width), bool(is_ahead))
 
 
+def warm_up_plan(num_tokens: int, block_size: int) -> StepPlan:
+    """A decode and a prompt, so many tokens together and two at least, all in block 0, which nobody reads yet."""
+    counts = np.array([1, max(1, num_tokens - 1)], dtype=np.int32)
+    return StepPlan(
+        num_new_tokens=counts,
+        context_lens=counts,
+        token_ids=np.zeros(counts.sum(), dtype=np.int32),
+        block_tables=np.zeros((2, -(-int(counts[1]) // block_size)), dtype=np.int32),
+        is_ahead=False,
+    )
+
+
 def to_model_input(
     plan: StepPlan, block_size: int, device: torch.device, *, part: int = 0, num_parts: int = 1
 ) -> ModelInput:

@@ -11,7 +11,7 @@ from app.engine.batch import Batch
 from app.engine.channel import Channel, Kind
 from app.engine.expert_counts import ExpertCounts
 from app.engine.graphs import StepGraphs
-from app.engine.plan import StepPlan, put_sampled, to_model_input
+from app.engine.plan import StepPlan, put_sampled, to_model_input, warm_up_plan
 from app.errors import RankLostError
 from app.model.transformer import Transformer
 
@@ -46,10 +46,10 @@ class Runner:
         self._channel.keep_alive()
 
     def warm_up(self) -> None:
-        """Make every step fit some graph of its kind, as far as steps run from graphs."""
+        """On CUDA, run every kind of step once at its largest: its kernels are compiled and its memory set aside."""
         if self._graphs is not None:
             self._channel.send(Kind.WARM_UP)
-            self._graphs.capture_largest()
+            self._warm_up(self._graphs)
 
     def capture_next(self) -> bool:
         """Use an idle moment for one more graph; False if there is nothing left to prepare."""
@@ -90,7 +90,7 @@ class Runner:
             elif kind == Kind.STOP:
                 break
             elif self._graphs is not None and kind == Kind.WARM_UP:
-                self._graphs.capture_largest()
+                self._warm_up(self._graphs)
             elif self._graphs is not None:
                 self._graphs.capture_next()
         self._model.ranks.leave(self._cache.device)
@@ -110,6 +110,10 @@ class Runner:
         self._cache[:, 0] = 0  # what this step reads and writes
         with self._model.ranks.rehearsing():
             self._eager(plan, None)
+
+    def _warm_up(self, graphs: StepGraphs) -> None:
+        graphs.capture_largest()
+        self._eager(warm_up_plan(graphs.max_step_tokens, self._cache.shape[2]), None)
 
     def _run(self, plan: StepPlan, previous_token_ids: torch.Tensor | None) -> torch.Tensor:
         logits = self._graphs.forward(plan, previous_token_ids) if self._graphs else None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from app.engine.batch import Batch
-from app.engine.plan import StepPlan, to_model_input
+from app.engine.plan import StepPlan, to_model_input, warm_up_plan
 from app.engine.sequence import Sequence
 from app.protocol import GenerateRequest, SamplingParams
 from kernels.checks import ROW_TILE
@@ -89,3 +89,11 @@ def test_the_parts_of_a_step_are_the_whole_step(num_parts: int) -> None:
         logit_rows[mine] = inputs.logit_rows[mine] + part * size
     assert found == rows
     assert logit_rows.tolist() == whole.logit_rows.tolist()
+
+
+def test_the_warm_up_step_is_one_that_the_model_can_run() -> None:
+    plan = warm_up_plan(200, 64)
+    assert (plan.num_decodes, len(plan.token_ids)) == (1, 200)
+    inputs = to_model_input(plan, 64, torch.device("cpu"))
+    assert inputs.slots[:200].max() < 64 and inputs.positions.max() == 198
+    assert len(warm_up_plan(1, 64).token_ids) == 2
