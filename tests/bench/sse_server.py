@@ -19,6 +19,9 @@ longspan:num_blocks{model="m",app="pools",pool="short",replica="r2"} 100.0
 longspan:num_free_blocks{model="m",app="pools",pool="short",replica="r2"} 75.0
 longspan:num_blocks{model="m",app="pools",pool="long",replica="r3"} 50.0
 longspan:num_free_blocks{model="m",app="pools",pool="long",replica="r3"} 50.0
+longspan:request_success_total{app="pools",finished_reason="stop",model="m",pool="short",replica="r1"} 4.0
+longspan:request_success_total{app="pools",finished_reason="length",model="m",pool="short",replica="r1"} 2.0
+longspan:request_success_total{app="pools",finished_reason="length",model="m",pool="long",replica="r3"} 1.0
 longspan:step_time_seconds_bucket{le="0.1",model="m",app="pools",pool="long",replica="r3"} 50.0
 """
 CHUNK = b'data: {"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]}\n\n'
@@ -63,7 +66,7 @@ class SseServer:
         if self.failure == "hang":
             await asyncio.sleep(60)
         if self.failure == "status":
-            _respond(writer, 429, b'{"error": {"message": "full"}}', "application/json")
+            _respond(writer, 429, b'{"error": {"message": "full"}}', "application/json\r\nRetry-After: 7")
         elif self.failure == "reset":
             writer.transport.abort()
         elif not body["stream"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from itertools import pairwise
 
@@ -89,6 +90,7 @@ def test_errors_are_told_apart(failure: str, error: str) -> None:
     record = send(SseServer(failure=failure), timeout_s=0.3 if failure == "hang" else 5.0)
     assert record.error == error
     assert record.ended_s > 0
+    assert record.retry_after_s == (7.0 if failure == "status" else None)
 
 
 def test_nobody_listens() -> None:
@@ -106,3 +108,11 @@ def test_long_prompts_have_their_length() -> None:
     prompts = PromptMaker(None, stream=True, seed=0)
     for tokens in (1, 70_000, 200_000):
         assert prompts.body(PlannedRequest(0.0, tokens, 1)).count(b",") == tokens - 1 + 5
+
+
+def test_prompts_may_share_a_prefix() -> None:
+    prompts = PromptMaker(None, stream=True, seed=0)
+    prefix = prompts.ids(30)
+    bodies = [json.loads(prompts.body(PlannedRequest(0.0, 40, 1), prefix))["prompt"] for _ in range(2)]
+    assert [len(body) for body in bodies] == [40, 40]
+    assert bodies[0][:30] == bodies[1][:30] == [int(token_id) for token_id in prefix] and bodies[0] != bodies[1]
