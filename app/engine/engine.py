@@ -111,7 +111,7 @@ class Engine:
         logits = self._runner.forward(batch, previous_token_ids)
         rows = batch.samples
         if len(rows) < len(batch.sequences):
-            logits = logits[rows]
+            logits = _select_rows(logits, rows)
         sequences = [batch.sequences[row] for row in rows]
         return _Launched(batch, self._sampler.launch(logits, sequences, num_ahead=batch.num_ahead), start_s)
 
@@ -285,6 +285,14 @@ class Engine:
     def check_integrity(self) -> None:
         with self._changed:
             self._scheduler.check_integrity()
+
+
+def _select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """logits[rows], without waiting for the device."""
+    index = torch.tensor(rows, dtype=torch.int64)
+    if logits.is_cuda:
+        index = index.pin_memory().to(logits.device, non_blocking=True)
+    return logits.index_select(0, index)
 
 
 def _put_all(pairs: list[tuple[_Stream, TokenChunk]]) -> None:
