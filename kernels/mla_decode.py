@@ -92,7 +92,7 @@ def mla_decode(
     Args:
         q:            [N, H, R + P]: latent part, then rope part
         cache:        [num_blocks, block_size, R + P], contiguous, dtype of q; unused slots may hold anything.
-                      Or FP8 entries (fp8_entry.py), uint8; the torch path unpacks all of them
+                      Or FP8 entries (fp8_entry.py), uint8; on CPU they are unpacked first
         block_tables: [B, max_blocks] int32; entries past a sequence's blocks are never read
         context_lens: [B] int32, tokens, this step's included
         scale:        applied before the softmax, in fp32
@@ -139,7 +139,7 @@ def mla_decode(
     if isinstance(plan, TritonDecodePlan):
         return _decode_triton(q, cache, entry, block_tables, plan, scale, value_dim)
     if entry is not None:
-        cache = entry.unpack(cache)
+        cache, block_tables = entry.unpack_used(cache, block_tables, context_lens)
     return decode_cpu(q, cache, block_tables, context_lens, plan, scale, value_dim)
 
 

@@ -230,7 +230,10 @@ def _cache_layout(config: EngineConfig, model: ModelConfig, device: torch.device
     if is_fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise PreflightError(f"engine.cache_dtype: fp8 needs compute capability 8.9 or more, {name} has less")
-    return CacheLayout.of(model, dtype, is_fp8=is_fp8)
+    try:
+        return CacheLayout.of(model, dtype, is_fp8=is_fp8)
+    except ValueError as error:
+        raise ConfigError(f"engine.cache_dtype: {error}", field="engine.cache_dtype") from None
 
 
 def _num_blocks(config: EngineConfig, layout: CacheLayout, device: torch.device, workspace: int) -> int:
