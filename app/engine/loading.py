@@ -14,6 +14,7 @@ from app.cache.layout import LATENT_BLOCK_SIZE, CacheLayout
 from app.config import EngineConfig, ModelSource
 from app.engine.engine import Engine
 from app.engine.graphs import StepGraphs
+from app.engine.kernel_check import check_fp8_attention
 from app.engine.runner import Runner
 from app.engine.sampler import Sampler
 from app.engine.scheduler import Limits, Scheduler
@@ -231,9 +232,12 @@ def _cache_layout(config: EngineConfig, model: ModelConfig, device: torch.device
         name = torch.cuda.get_device_name(device)
         raise PreflightError(f"engine.cache_dtype: fp8 needs compute capability 8.9 or more, {name} has less")
     try:
-        return CacheLayout.of(model, dtype, is_fp8=is_fp8)
+        layout = CacheLayout.of(model, dtype, is_fp8=is_fp8)
     except ValueError as error:
         raise ConfigError(f"engine.cache_dtype: {error}", field="engine.cache_dtype") from None
+    if is_fp8:
+        check_fp8_attention(model, device, dtype, config.kernel_backend)
+    return layout
 
 
 def _num_blocks(config: EngineConfig, layout: CacheLayout, device: torch.device, workspace: int) -> int:
