@@ -27,7 +27,7 @@ DRAIN_TIMEOUT_S = 600.0
 REQUEST_ROUTER = "app.serving.request_router:NamedReplicaRouter"  # Serve's annotation forgets that it takes a path
 MAX_REPLICAS = 1000  # Serve's own bound; ours may change while it runs
 # How often replicas and monitor push their figures to Serve's controller, and how often they are asked for them.
-METRICS_INTERVAL_S, LOOK_BACK_S = 0.25, 1.0
+METRICS_INTERVAL_S, LOOK_BACK_S = 0.25, 0.5
 
 
 def router(args: dict[str, Any]) -> Application:

@@ -27,7 +27,7 @@ TIMEOUT_S = 120.0
 # Windows short enough for several runs; a pool may stop as soon as nothing arrives.
 QUICK_SCALING = {
     "budget": 3,
-    "short": {"min_replicas": 1, "max_replicas": 2, "ttft_target_s": 1.0, "up_window_s": 0.4, "down_window_s": 4},
+    "short": {"max_replicas": 2, "max_waiting_seqs": 4, "ttft_target_s": 1.0, "up_window_s": 0.25, "down_window_s": 4},
     "long": {"min_replicas": 0, "max_replicas": 1, "down_window_s": 1},
 }
 _APP = "pools"

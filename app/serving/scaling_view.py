@@ -51,6 +51,7 @@ class ScalingView:
         self._stamp = -math.inf  # of the decisions
         self._stamp_s = -math.inf  # when it changed
         self._known: set[PoolName] = set()  # pools that had a replica
+        self._start_s: dict[PoolName, float] = {}  # of the engine alone
         self._cold_start_s: dict[PoolName, float] = {}
         self._waking_since_s: dict[PoolName, float] = {}
         self._held: dict[PoolName, int] = {}
@@ -74,17 +75,23 @@ class ScalingView:
 
     def hear_replica(self, pool: PoolName, start_s: float, now: float) -> None:
         self._known.add(pool)
+        self._start_s[pool] = start_s
         self._cold_start_s.setdefault(pool, start_s)
         self._end_wait(pool, now)
 
     def hear_routers(self, routers: Mapping[str, Mapping[PoolName, RouterDemand]], now: float) -> None:
         """Take what every router said last."""
-        self._held = {
-            name: sum(pools[name].held_seqs for pools in routers.values() if name in pools) for name in self._settings
-        }
+        held_before, self._held = (
+            self._held,
+            {
+                name: sum(pools[name].held_seqs for pools in routers.values() if name in pools)
+                for name in self._settings
+            },
+        )
         for name, held in self._held.items():
             decision = self.decisions(now).get(name)
-            if held and (decision is None or decision.running == 0):
+            # Routers hold on a little after a replica has come: no new wait.
+            if held and not held_before.get(name) and (decision is None or decision.running == 0):
                 self._waking_since_s.setdefault(name, now)
         rejected = {
             (router, name): one.rejected_tokens for router, pools in routers.items() for name, one in pools.items()
@@ -148,4 +155,4 @@ class ScalingView:
     def _end_wait(self, pool: PoolName, now: float) -> None:
         since_s = self._waking_since_s.pop(pool, None)
         if since_s is not None:
-            self._cold_start_s[pool] = now - since_s
+            self._cold_start_s[pool] = max(now - since_s, self._start_s.get(pool, 0.0))

@@ -86,6 +86,16 @@ def test_a_cold_start_is_measured_from_the_first_that_waits() -> None:
     assert (start.cold_start_s, start.waited_s) == (7.5, 0.0)
 
 
+def test_what_routers_hold_on_to_after_a_start_is_no_new_wait() -> None:
+    one = view()
+    one.take((1.0, {"long": ASLEEP}), 10.0)
+    one.hear_routers(held(1), 20.0)
+    one.hear_replica("long", 3.0, 26.0)
+    one.hear_routers(held(1), 26.1)  # has not heard yet, and the decision on the board is an old one
+    one.take((2.0, {"long": RUNNING}), 26.5)
+    assert one.starts(27.0)["long"].cold_start_s == 6.0
+
+
 def test_a_pool_that_only_closed_has_no_start_to_measure() -> None:
     one = view()
     one.hear_replica("long", 3.0, 1.0)
