@@ -110,6 +110,7 @@ class Runner:
         self._cache[:, 0] = 0  # what this step reads and writes
         with self._model.ranks.rehearsing():
             self._eager(plan, None)
+        self.expert_counts.reset()
 
     def _warm_up(self, graphs: StepGraphs) -> None:
         graphs.capture_largest()
