@@ -12,6 +12,7 @@ all-gather of the same bytes as padded buffers would be. Otherwise only the rows
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 
 import torch
@@ -22,8 +23,9 @@ from app.model.parallel import Group
 from kernels.checks import Backend
 from kernels.expert_placement import place_experts
 
-# Rows of one rank; beyond, sending only what is needed is worth the host's wait for the sizes.
+# Rows of one rank; beyond, sending only what is needed is worth the host's wait for the sizes, unless nearly all is.
 MAX_PADDED_ROWS = {"cpu": 0, "cuda": 1024}
+MAX_NEEDED_SHARE = 0.9
 
 
 class SpreadExperts:
@@ -37,7 +39,10 @@ class SpreadExperts:
         self._group, self._backend = group, backend
         self._owners = weights.placement.owners().to(device)
         self._slots = weights.placement.slots(group.rank).to(device)
-        self._max_padded_rows = MAX_PADDED_ROWS[device.type]
+        self._max_padded_rows = float(MAX_PADDED_ROWS[device.type])
+        needed_share = 1.0 - (1.0 - 1.0 / group.size) ** weights.config.top_k  # of the rows, by one rank
+        if device.type == "cuda" and needed_share > MAX_NEEDED_SHARE:
+            self._max_padded_rows = math.inf
         self.counts = torch.zeros(weights.config.num_experts, dtype=torch.int64, device=device)
 
     def forward(self, x: torch.Tensor, rows: SharedRows) -> torch.Tensor:
