@@ -12,6 +12,7 @@ import torch
 from app.model.attention import mla
 from app.model.inputs import ModelInput
 from app.model.transformer import Transformer
+from kernels.checks import Backend
 from tests.checkpoints import FAMILIES, load_oracle, oracle_logits, random_prompt, save_random_checkpoint
 from tests.model.conftest import EMBEDDED, Checkpoint, load_transformer
 from tests.model.driver import BLOCK_SIZE, Driver
@@ -72,13 +73,16 @@ def test_a_mixed_step_equals_the_oracle(checkpoint_of: CheckpointOf, family: str
 
 
 @pytest.mark.parametrize("num_keys", [0, 300], ids=["latent", "expanded"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [*((family, None) for family in FAMILIES), pytest.param("v2_lite", "triton", marks=pytest.mark.full)],
+)
 def test_a_padded_step_without_host_lengths_equals_the_oracle(
-    checkpoint_of: CheckpointOf, family: str, num_keys: int
+    checkpoint_of: CheckpointOf, family: str, backend: Backend | None, num_keys: int
 ) -> None:
     """What a graph is captured from: more rows and sequences than there are, lengths on the device alone."""
     checkpoint = checkpoint_of(family)
-    driver = PaddedDriver(checkpoint.transformer(absorbed_prefill=False))
+    driver = PaddedDriver(checkpoint.transformer(absorbed_prefill=False, backend=backend))
     driver.num_keys = num_keys
     prompts = [random_prompt(length, seed=length) for length in (65, 130, 40)]
     first, second, third = (driver.add(prompt) for prompt in prompts)
