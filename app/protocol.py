@@ -132,6 +132,7 @@ class EngineStats:
     num_free_blocks: int = 0  # never used or evictable
     num_cached_blocks: int = 0  # evictable blocks that hold a reusable prefix
     oldest_waiting_s: float = 0.0
+    weight_bytes_read: int = 0  # of the checkpoint's files by this process, one rank of several perhaps
     # counters
     prompt_tokens: int = 0
     generation_tokens: int = 0

@@ -263,7 +263,11 @@ class Engine:
     def stats(self) -> EngineStats:
         expert_tokens = self._runner.expert_counts.snapshot()
         with self._changed:
-            return replace(self._scheduler.snapshot(), expert_tokens=expert_tokens)
+            return replace(
+                self._scheduler.snapshot(),
+                expert_tokens=expert_tokens,
+                weight_bytes_read=self._runner.weight_bytes_read,
+            )
 
     def check_health(self, stall_s: float = 60.0) -> None:
         """Raise EngineError if the thread is gone, or if work has waited `stall_s` seconds without a step."""

@@ -26,6 +26,7 @@ class Runner:
         self._graphs = graphs
         self._channel = Channel(model.ranks)
         self.expert_counts = ExpertCounts(model.expert_counts)
+        self.weight_bytes_read = model.weight_bytes_read
 
     @property
     def num_blocks(self) -> int:

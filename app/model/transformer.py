@@ -75,7 +75,7 @@ class Transformer:
     ) -> None:
         """config: of the whole model; weights: what this rank holds of it."""
         self.config, self.device, self.dtype = config, torch.device(device), dtype
-        self.ranks = ranks or Ranks.alone()
+        self.ranks, self.weight_bytes_read = ranks or Ranks.alone(), weights.bytes_read
         self._absorbed_prefill, self._backend = absorbed_prefill, backend
         self._embedding, self._norm, self._lm_head = weights.embedding, weights.norm, weights.lm_head
         cos_sin = rope_table(config, device)

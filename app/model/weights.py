@@ -11,7 +11,7 @@ import re
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -49,6 +49,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [D]
     lm_head: Linear | None  # D -> V, or the same range; None on a rank that computes no logits
+    bytes_read: int = 0  # of the checkpoint's files
 
 
 class TensorSource(Protocol):
@@ -85,7 +86,7 @@ def load_weights(
         logger.info(
             "%s: read %.3f GB of weights in %.1f s", shard, checkpoint.bytes_read / 1e9, time.monotonic() - start
         )
-    return weights
+    return replace(weights, bytes_read=checkpoint.bytes_read)
 
 
 def random_weights(

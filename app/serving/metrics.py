@@ -38,6 +38,7 @@ METRICS = (
     MetricSpec("num_cached_blocks", "gauge", "Evictable KV cache blocks that hold a reusable prefix."),
     MetricSpec("kv_cache_usage_perc", "gauge", "Share of KV cache blocks held by live sequences, 0 to 1."),
     MetricSpec("oldest_waiting_s", "gauge", "Seconds the oldest waiting sequence has waited."),
+    MetricSpec("weight_bytes_read", "gauge", "Bytes of weights read from files by the replica's first rank."),
     MetricSpec("prompt_tokens", "counter", "Prompt tokens admitted."),
     MetricSpec("generation_tokens", "counter", "Tokens generated."),
     MetricSpec(
