@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -34,6 +35,7 @@ class NodeLossRun:
     """Seconds."""
 
     one_s: float | None  # from the loss to one whole replica on the two nodes that are left; None: not in time
+    explained_s: float | None  # from then to a line in the log about what the other replica lacks
     both_s: float | None  # from two new nodes to two whole replicas
 
 
@@ -51,7 +53,7 @@ def main() -> int:
         serve.run(pools(_args()), name="pools", route_prefix=None)
         run = _lose_opposite_bundles(cluster)
         serve.shutdown()
-        return 0 if run.one_s is not None and run.both_s is not None else 1
+        return 0 if None not in (run.one_s, run.explained_s, run.both_s) else 1
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -75,11 +77,13 @@ def _lose_opposite_bundles(cluster: Cluster) -> NodeLossRun:
         cluster.remove_node(node, allow_graceful=False)
     one_s = _seconds_until_whole(1, old.keys(), lost_s)
     print("no whole replica" if one_s is None else f"one whole replica on the two nodes left after {one_s:.1f} s")
+    explained_s = _seconds_until_explained(Path(cluster.head_node.get_logs_dir_path()), time.perf_counter())
+    print("no explanation" if explained_s is None else f"what the other lacks was logged after {explained_s:.1f} s")
     for _ in lost:
         cluster.add_node(num_cpus=1, labels=NODE_LABEL)
     both_s = _seconds_until_whole(2, old.keys(), time.perf_counter())
     print("not two replicas" if both_s is None else f"two replicas {both_s:.1f} s after two new nodes")
-    return NodeLossRun(one_s, both_s)
+    return NodeLossRun(one_s, explained_s, both_s)
 
 
 def _seconds_until_whole(count: int, old: Any, since_s: float) -> float | None:
@@ -93,6 +97,15 @@ def _seconds_until_whole(count: int, old: Any, since_s: float) -> float | None:
         states = serve.status().applications["pools"].deployments["short"].replica_states
         num_running = sum(number for state, number in states.items() if state == "RUNNING")
         if num_running == num_whole == count and not old & groups.keys():
+            return elapsed_s
+        time.sleep(0.2)
+    return None
+
+
+def _seconds_until_explained(logs: Path, since_s: float) -> float | None:
+    wanted = "a replica of pools/short waits: it asks 2 bundles of 1 CPU; the cluster has"
+    while (elapsed_s := time.perf_counter() - since_s) < TIMEOUT_S:
+        if any(wanted in path.read_text(errors="replace") for path in logs.glob("serve/*monitor*.log")):
             return elapsed_s
         time.sleep(0.2)
     return None
