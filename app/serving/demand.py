@@ -42,7 +42,7 @@ class ZeroGate:
         """A client that was told to come back should find a replica."""
         return not self.is_open and now < self._wanted_until_s
 
-    def check(self, deadline_s: float | None, now: float) -> None:
+    def check(self, deadline_s: float, now: float) -> None:
         """Raises UnavailableError, which says when to come back, if a request cannot be served in time."""
         if self.is_open or self._decision is None:
             return
@@ -50,7 +50,7 @@ class ZeroGate:
         if next_try_s is not None:
             message = f"no node has room for a replica of the {self._pool} pool"
             raise UnavailableError(message, retry_after_s=min(next_try_s, UNPLACED_RETRY_S))
-        if self._start is None or deadline_s is None:
+        if self._start is None:
             return
         waited_s = self._start.waited_s + (now - self._told_s if self._start.waited_s else 0.0)
         expected_s = self._start.cold_start_s - waited_s

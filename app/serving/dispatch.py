@@ -173,7 +173,7 @@ class Dispatcher:
             if not is_reported:
                 self._on_hold()
                 is_reported = True
-            self.gate.check(deadline_s, loop.time())
+            self.gate.check(held_until_s if deadline_s is None else min(deadline_s, held_until_s), loop.time())
             ticket.hold(num_tokens)
             await self._wait_for_replica(held_until_s, deadline_s)
         match = self._directory.find(keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 import pytest
@@ -44,7 +45,7 @@ def test_it_is_open_while_a_replica_stays(decision: PoolDecision | None, is_open
 
 
 def test_who_has_time_waits() -> None:
-    for deadline_s in (None, 109.0):
+    for deadline_s in (math.inf, 109.0):
         gate(ASLEEP).check(deadline_s, 100.0)
     gate(RUNNING).check(100.1, 100.0)
     assert not gate(ASLEEP).is_wanted(100.0)
@@ -73,7 +74,7 @@ def test_before_the_first_start_nobody_is_refused() -> None:
 def test_a_replica_without_room_is_not_waited_for() -> None:
     blocked = PoolDecision(0, 0, wanted=0, granted=0, values={"next_try_s": 240.0})
     with pytest.raises(UnavailableError, match="no node has room") as caught:
-        gate(blocked).check(None, 100.0)
+        gate(blocked).check(math.inf, 100.0)
     assert caught.value.retry_after_s == UNPLACED_RETRY_S
 
 
@@ -119,3 +120,12 @@ async def test_who_was_told_to_come_back_counts_as_held_until_a_replica_is_there
     assert client.sent == [] and dispatcher.traffic.router_requests_held == 1
     tell(dispatcher, RUNNING)
     assert dispatcher.traffic.router_requests_held == 0
+
+
+@pytest.mark.asyncio
+async def test_a_start_longer_than_the_router_holds_is_said_at_once() -> None:
+    dispatcher, client = build(answer, "a", max_hold_s=5.0)
+    tell(dispatcher, ASLEEP)
+    with pytest.raises(UnavailableError, match="about 8 s"):
+        await texts(dispatcher, prompt("x"))
+    assert client.sent == [] and dispatcher.traffic.router_requests_held == 1
