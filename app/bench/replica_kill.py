@@ -22,7 +22,7 @@ END_TIMEOUT_S = 150.0
 
 @dataclass(frozen=True, slots=True)
 class KillRun:
-    """`begun` had streamed something before the kill. Ends: `done`, or the kind of error."""
+    """`begun` had a token before the kill, or before its error. Ends: `done`, or the kind of error."""
 
     begun: dict[str, int]
     not_begun: dict[str, int]
@@ -60,6 +60,8 @@ async def kill_under_load(
         victim().kill()
         killed_s = time.perf_counter() - start_s
         await asyncio.gather(*tasks, return_exceptions=True)
+    # First tokens that were on their way to this client at the kill had been streamed.
+    begun = [was or bool(record.error and record.event_times_s) for record, was in zip(streamed, begun, strict=True)]
     errors = [record.ended_s for record in streamed if (record.error or "").startswith("stream_error")]
     return KillRun(
         begun=_ends(record for record, was in zip(streamed, begun, strict=True) if was),
