@@ -166,6 +166,8 @@ def replica_kill(options: ScenarioOptions) -> dict[str, Any]:
         args = _local_args(num_replicas=replicas, short={"max_num_seqs": 4}, settings={"spills": False})
         with LocalServer(_own_server(options, "replica-kill"), args=args) as server:
             for seed in range(options.runs or 3):
+                if seed > 0:
+                    server.wait_replicas("short", replicas)
 
                 def victim(server: LocalServer = server) -> Any:
                     return server.replica_processes("short")[0]
@@ -173,7 +175,6 @@ def replica_kill(options: ScenarioOptions) -> dict[str, Any]:
                 run = asyncio.run(kill_under_load(server.url, victim, seed))
                 results.setdefault(f"one of {replicas}", []).append(run)
                 options.report(f"one of {replicas} killed: {run}")
-                server.wait_replicas("short", replicas)
     return {"passed": all(run.is_passed for runs in results.values() for run in runs), **results}
 
 
