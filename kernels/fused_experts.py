@@ -76,8 +76,9 @@ def _torch_experts(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _sort_kernel(
-    ids_ptr, rows_ptr, block_experts_ptr, num_blocks_ptr, num_pairs,
-    E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    ids_ptr, rows_ptr, block_experts_ptr, num_blocks_ptr, counts_ptr, num_pairs,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, HAS_COUNTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Counting sort of pairs by expert, padded to BLOCK_M rows each. Program e places expert e's pairs, in order:
 
@@ -110,6 +111,8 @@ def _sort_kernel(
         place += tl.sum(is_mine.to(tl.int32), axis=0)
     padding = place + tl.arange(0, BLOCK_M)
     tl.store(rows_ptr + padding, num_pairs, mask=padding < (first_block + num_blocks) * BLOCK_M)
+    if HAS_COUNTS:
+        tl.atomic_add(counts_ptr + expert, (place - first_block * BLOCK_M).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -235,12 +238,12 @@ def choose_tiles(
 
 def _triton_experts(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-    tiles: ExpertTiles,
+    counts: torch.Tensor | None, tiles: ExpertTiles,
 ) -> torch.Tensor:  # fmt: skip
     """Sort, two grouped GEMMs, sum: four launches whose grids depend on shapes alone, so they fit a CUDA graph."""
     (num_tokens, dim), top_k, (num_experts, _, inter) = x.shape, ids.shape[1], down.shape
     num_pairs, device = num_tokens * top_k, x.device
-    pairs = sort_pairs(ids, num_experts, tiles.rows)
+    pairs = sort_pairs(ids, num_experts, tiles.rows, counts)
     hidden = torch.empty(len(pairs.rows), inter, dtype=x.dtype, device=device)
     parts = torch.empty(num_pairs, dim, dtype=x.dtype, device=device)
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
@@ -273,7 +276,8 @@ class SortedPairs:
     num_blocks: torch.Tensor  # [1] int32: the blocks in use
 
 
-def sort_pairs(ids: torch.Tensor, num_experts: int, block: int) -> SortedPairs:
+def sort_pairs(ids: torch.Tensor, num_experts: int, block: int, counts: torch.Tensor | None) -> SortedPairs:
+    """counts: [num_experts] int64, to which each expert's pairs are added; as of fused_experts"""
     num_pairs, device = ids.numel(), ids.device
     max_blocks = num_pairs // block + min(num_experts, num_pairs)  # each hit expert fills up one block at most
     pairs = SortedPairs(
@@ -282,9 +286,10 @@ def sort_pairs(ids: torch.Tensor, num_experts: int, block: int) -> SortedPairs:
         num_blocks=torch.empty(1, dtype=torch.int32, device=device),
     )
     _sort_kernel[(num_experts,)](
-        ids, pairs.rows, pairs.block_experts, pairs.num_blocks, num_pairs,
+        ids, pairs.rows, pairs.block_experts, pairs.num_blocks, counts, num_pairs,
         E=num_experts, BINS=triton.next_power_of_2(num_experts + 1), BLOCK_M=block,
-        CHUNK=min(8192, max(256, triton.next_power_of_2(num_pairs // 4))), num_warps=8, **dependent_launch(device),
+        CHUNK=min(8192, max(256, triton.next_power_of_2(num_pairs // 4))), HAS_COUNTS=counts is not None,
+        num_warps=8, **dependent_launch(device),
     )  # fmt: skip
     return pairs
 
@@ -311,7 +316,7 @@ def descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescripto
 
 def fused_experts(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-    *, backend: Backend | None = None,
+    *, counts: torch.Tensor | None = None, backend: Backend | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Apply each token's chosen experts and sum them by weight.
 
@@ -323,6 +328,7 @@ def fused_experts(
         down:    [E, D, I]; both contiguous
         ids:     [N, k] int32; -1 contributes nothing; an expert named twice counts twice
         weights: [N, k] fp32, finite
+        counts:  [E] int64 or None; grows by how often each expert is named
     Returns: [N, D] in x's dtype, freshly allocated. The sum over j runs in the order of j.
         On CPU in fp32 a token's bits do not depend on the other tokens.
     Raises:  ValueError on shape, dtype or stride
@@ -344,11 +350,16 @@ def fused_experts(
     check_dtype("down", down, x.dtype)
     check_contiguous("gate_up", gate_up)
     check_contiguous("down", down)
+    if counts is not None:
+        check_shape("counts", counts, (num_experts,))
+        check_dtype("counts", counts, torch.int64)
     if ids.numel() == 0:
         return torch.zeros_like(x)
     if not use_triton(x, backend):
+        if counts is not None:
+            counts += torch.bincount(ids[ids >= 0], minlength=num_experts)
         return _torch_experts(x, gate_up, down, ids, weights)
     if dim * x.element_size() % 16 or inter * x.element_size() % 16:
         raise ValueError(f"x: rows of {dim} and {inter} values must be multiples of 16 bytes for the Triton kernel")
     tiles = choose_tiles(ids.numel(), num_experts, dim, inter, x.dtype, x.device)
-    return _triton_experts(x, gate_up, down, ids, weights, tiles)
+    return _triton_experts(x, gate_up, down, ids, weights, counts, tiles)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import torch
 
@@ -11,13 +10,9 @@ COPY_PERIOD_S = 0.5
 
 
 class ExpertCounts:
-    def __init__(self, counts: Mapping[int, torch.Tensor]) -> None:
-        """counts: by layer, [num_experts] int64, rows of one tensor that steps add to."""
-        self._layers = tuple(counts)
-        self._rows = torch.empty(0, 0, dtype=torch.int64)
-        if counts:
-            first = next(iter(counts.values()))
-            self._rows = first.as_strided((len(counts), len(first)), (len(first), 1))
+    def __init__(self, layers: tuple[int, ...], counts: torch.Tensor) -> None:
+        """counts: [layers, num_experts] int64, which steps add to."""
+        self._layers, self._rows = layers, counts
         self._host = self._rows
         if self._rows.is_cuda:
             self._host = torch.zeros(self._rows.shape, dtype=torch.int64, pin_memory=True)

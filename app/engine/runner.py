@@ -25,7 +25,7 @@ class Runner:
         self._cache = cache
         self._graphs = graphs
         self._channel = Channel(model.ranks)
-        self.expert_counts = ExpertCounts(model.expert_counts)
+        self.expert_counts = ExpertCounts(model.expert_layers, model.expert_counts)
         self.weight_bytes_read = model.weight_bytes_read
 
     @property

@@ -28,11 +28,15 @@ class Experts:
     def __init__(self, weights: CpuExperts | tuple[torch.Tensor, torch.Tensor], backend: Backend | None) -> None:
         self._weights, self._backend = weights, backend
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """x [N, D], ids [N, k] int32, -1 for none, weights [N, k] fp32 -> [N, D]; see fused_experts."""
         if isinstance(self._weights, CpuExperts):
+            if counts is not None:
+                counts.numpy()[:] += np.bincount(ids.numpy().ravel() + 1, minlength=len(counts) + 1)[1:]
             return self._weights.forward(x, ids, weights)
-        return fused_experts(x, *self._weights, ids, weights, backend=self._backend)
+        return fused_experts(x, *self._weights, ids, weights, counts=counts, backend=self._backend)
 
 
 class Fp8Layer:
@@ -41,9 +45,11 @@ class Fp8Layer:
     def __init__(self, weights: Fp8Experts, backend: Backend | None) -> None:
         self._weights, self._backend = weights, backend
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As of Experts; see fp8_experts."""
-        return fp8_experts(x, self._weights, ids, weights, backend=self._backend)
+        return fp8_experts(x, self._weights, ids, weights, counts=counts, backend=self._backend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +102,16 @@ class Router:
 class MixtureOfExperts:
     """All experts of a layer, or this rank's part of every expert's width.
 
-    counts: [num_experts] int64: how often each was chosen so far; kept on a CPU, where it costs next to nothing
+    counts: [num_experts + num_shared_experts] int64: how often each was chosen so far
     """
 
     def __init__(self, weights: MoeWeights, backend: Backend | None) -> None:
         self._router, self._experts = Router(weights, backend), weights.experts
         self._num_shared = weights.config.num_shared_experts
-        self.counts = torch.zeros(weights.config.num_experts, dtype=torch.int64)
+        num_experts = weights.config.num_experts + self._num_shared
+        self.counts = torch.zeros(num_experts, dtype=torch.int64, device=weights.router.device)
 
     def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [N, D]; rows whose slot [N] is -1 are padding and meet no expert."""
         ids, expert_weights = self._router.choose(x, slots, num_shared=self._num_shared)
-        if not ids.is_cuda:
-            found = np.bincount(ids.numpy().ravel() + 1, minlength=len(self.counts) + 1)
-            self.counts.numpy()[:] += found[1 : len(self.counts) + 1]
-        return self._experts.forward(x, ids, expert_weights)
+        return self._experts.forward(x, ids, expert_weights, self.counts)

@@ -81,19 +81,20 @@ class Transformer:
         cos_sin = rope_table(config, device)
         self._layers = [DecoderLayer(config, layer, cos_sin, backend, self.ranks) for layer in weights.layers]
 
-        self.expert_counts = self._share_counts()
+        self.expert_layers, self.expert_counts = self._share_counts()
 
-    def _share_counts(self) -> dict[int, torch.Tensor]:
-        """By layer: [num_experts] int64, how often each expert was chosen so far; empty where this is not counted."""
+    def _share_counts(self) -> tuple[tuple[int, ...], torch.Tensor]:
+        """The layers with routed experts, and how often each expert was chosen so far: [layers, num_experts] int64.
+
+        One tensor, so that a device copies all of them at once.
+        """
         layers = {i: layer.mlp for i, layer in enumerate(self._layers) if not isinstance(layer.mlp, GatedMlp)}
-        is_counted = self.device.type == "cpu" or any(isinstance(mlp, SpreadExperts) for mlp in layers.values())
-        if not layers or not is_counted:
-            return {}
-        # One tensor, so that a device copies all of them at once.
+        if not layers or self.config.moe is None:
+            return (), torch.zeros(0, 0, dtype=torch.int64)
         rows = torch.stack([mlp.counts for mlp in layers.values()])
         for mlp, counts in zip(layers.values(), rows, strict=True):
             mlp.counts = counts
-        return dict(zip(layers, rows, strict=True))
+        return tuple(layers), rows[:, : self.config.moe.num_experts]
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInput, cache: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

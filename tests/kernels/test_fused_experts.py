@@ -53,8 +53,10 @@ class Inputs:
         part = self.x[start:stop].clone(), self.ids[start:stop].clone(), self.weights[start:stop].clone()
         return Inputs(part[0], self.gate_up, self.down, part[1], part[2])
 
-    def run(self, target: Target) -> torch.Tensor:
-        return fused_experts(self.x, self.gate_up, self.down, self.ids, self.weights, backend=target.backend)
+    def run(self, target: Target, counts: torch.Tensor | None = None) -> torch.Tensor:
+        return fused_experts(
+            self.x, self.gate_up, self.down, self.ids, self.weights, counts=counts, backend=target.backend
+        )
 
     def reference(self) -> torch.Tensor:
         return fused_experts_reference(self.x, self.gate_up, self.down, self.ids, self.weights)
@@ -85,6 +87,16 @@ def test_matches_reference(case: Case, target: Target) -> None:
         out = inputs.run(target)
         assert out.dtype == dtype
         assert_close(out, inputs.reference(), RELATIVE_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_choices_are_counted(case: Case, target: Target) -> None:
+    inputs = inputs_of(case, target, torch.float32)
+    before = torch.arange(case.num_experts)
+    counts = target.place(before.clone())
+    assert_bitwise_equal(inputs.run(target, counts), inputs.run(target))
+    named = torch.bincount(inputs.ids[inputs.ids >= 0].cpu(), minlength=case.num_experts)
+    assert_bitwise_equal(counts.cpu(), before + named)
 
 
 def test_nan_of_one_token_stays_with_it(target: Target) -> None:
