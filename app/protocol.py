@@ -144,7 +144,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_steps: int = 0
     request_success: Mapping[str, int] = field(default_factory=dict)  # by finish_reason
-    expert_tokens: Mapping[str, int] = field(default_factory=dict)  # tokens routed, by "layer.expert"; where counted
+    expert_tokens: Mapping[str, int] = field(default_factory=dict)  # tokens routed, by "layer.expert"
     # seconds
     time_to_first_token_seconds: Histogram | None = None
     inter_token_latency_seconds: Histogram | None = None

@@ -25,13 +25,11 @@ def write_placement(
     """Read the counters of `url`'s /metrics, write the placement to `path`: JSON-ready loads and imbalances.
 
     num_copies: further slots per layer, for copies of its busiest experts
-    Raises ConfigError if the server counts no experts.
+    Raises ConfigError if the server has counted nothing.
     """
     loads = parse_loads(asyncio.run(_metrics(url)))
-    if not loads:
-        problem = (
-            f"{url}/metrics has no {METRIC}_total: the model has no routed experts, or a GPU alone has all of them"
-        )
+    if not any(map(sum, loads.values())):
+        problem = f"{url}/metrics counts no {METRIC}_total: the model has no routed experts, or has met no tokens yet"
         raise ConfigError(f"{FIELD}: {problem}", field=FIELD)
     num_experts = len(next(iter(loads.values())))
     placement = ExpertPlacement.balanced(loads, num_experts, num_ranks, num_copies)

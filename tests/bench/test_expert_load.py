@@ -46,6 +46,6 @@ def test_the_file_evens_out_what_was_measured(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_server_that_counts_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(metrics_of({}), monkeypatch)
-    with pytest.raises(ConfigError, match="http://x/metrics has no longspan:expert_tokens_total"):
+    answering(metrics_of({}, {"1.0": 0, "1.1": 0}), monkeypatch)
+    with pytest.raises(ConfigError, match="http://x/metrics counts no longspan:expert_tokens_total"):
         expert_load.write_placement("http://x", 2, 0, tmp_path / "p.json", print)
