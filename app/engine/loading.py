@@ -68,6 +68,11 @@ def load_model(source: ModelSource, config: EngineConfig, place: RankPlace | Non
     model_config = ModelConfig.from_folder(source.folder)
     shard, ranks = Shard(), Ranks.alone()
     if place is not None:
+        if config.batch_invariant and device.type == "cuda" and place.tensor > 2:
+            problem = (
+                "NCCL adds three ranks or more up in an order that depends on the size; parallel.tensor: 2 at most"
+            )
+            raise ConfigError(f"engine.batch_invariant: {problem}", field="engine.batch_invariant")
         shard = Shard.of(model_config, place.rank, place.tensor, place.expert, place.expert_placement)
         ranks = Ranks.join(place, device)
     if source.weights == "random":
