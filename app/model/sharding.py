@@ -7,7 +7,7 @@ from pathlib import Path
 
 from app.errors import ConfigError
 from app.model.checkpoint import Span
-from app.model.config import ModelConfig
+from app.model.config import FP8_BLOCK, ModelConfig
 from app.model.placement import ExpertPlacement
 
 WIDTH_UNIT = 8  # values: rows of 16 bytes in 16-bit weights, as the expert kernels want them
@@ -25,6 +25,7 @@ class Shard:
     num_tensor: int = 1
     expert_rank: int = 0
     placement: ExpertPlacement | None = None
+    width_unit: int = WIDTH_UNIT  # widths are cut at multiples of it, where every rank gets one
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, tensor: int, expert: int, placement_file: str | None = None) -> Shard:
@@ -46,7 +47,8 @@ class Shard:
                 placement = ExpertPlacement.even(config.moe.num_experts, expert)
             else:
                 placement = ExpertPlacement.read(Path(placement_file), config.moe.num_experts, expert)
-        return cls(rank % tensor, tensor, rank // tensor, placement)
+        # Blocks of FP8 stay whole: a rank with a part of one could not use its scale.
+        return cls(rank % tensor, tensor, rank // tensor, placement, FP8_BLOCK if config.is_fp8 else WIDTH_UNIT)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.num_ranks}"
@@ -71,7 +73,8 @@ class Shard:
 
     def width(self, total: int) -> Span:
         """Of a gated MLP."""
-        unit = WIDTH_UNIT if total % WIDTH_UNIT == 0 and total // WIDTH_UNIT >= self.num_tensor else 1
+        units = (self.width_unit, WIDTH_UNIT, 1)
+        unit = next(unit for unit in units if unit == 1 or (total % unit == 0 and total // unit >= self.num_tensor))
         first, end = (
             total // unit * rank // self.num_tensor * unit for rank in (self.tensor_rank, self.tensor_rank + 1)
         )

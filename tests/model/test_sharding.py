@@ -34,6 +34,12 @@ def test_widths_and_vocabulary_are_cut_without_gaps(total: int, num_ranks: int) 
     assert all(shard.vocabulary(total)[0].count <= shard.vocabulary(total)[1] for shard in shards)
 
 
+def test_fp8_blocks_stay_whole_where_there_are_enough() -> None:
+    shards = [Shard(rank, 2, width_unit=128) for rank in range(2)]
+    assert [shard.width(1408).count for shard in shards] == [640, 768]
+    assert [shard.width(128).count for shard in shards] == [64, 64]
+
+
 def test_heads_stay_whole() -> None:
     spans = [Shard(rank, 4).heads(8, 10) for rank in range(4)]
     assert [(span.start, span.count, span.total) for span in spans] == [(20 * rank, 20, 80) for rank in range(4)]
