@@ -16,7 +16,7 @@ from app.errors import ConfigError
 from app.model.config import ModelConfig
 from app.model.placement import ExpertPlacement
 from app.protocol import GenerateRequest
-from tests.checkpoints import FAMILIES, save_random_checkpoint
+from tests.checkpoints import FAMILIES, quantize_checkpoint, save_random_checkpoint
 from tests.engine.sharded import (
     answer,
     engine_config,
@@ -86,6 +86,16 @@ def test_two_by_two_on_the_embedded_model() -> None:
 @pytest.mark.parametrize(("tensor", "expert"), [(2, 1), (1, 2)])
 def test_tied_embeddings_and_biases(tmp_path: Path, tensor: int, expert: int) -> None:
     folder = random_checkpoint(tmp_path, "v2", tie_word_embeddings=True, attention_bias=True)
+    check_equal(folder, tensor, expert)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("tensor", "expert"), [(2, 1), (2, 2)])
+def test_parts_of_an_fp8_checkpoint(tmp_path: Path, tensor: int, expert: int) -> None:
+    """Widths that blocks of 128 do not divide: ranks begin and end within blocks."""
+    sizes = {"hidden_size": 192, "intermediate_size": 200, "moe_intermediate_size": 160, "initializer_range": 0.05}
+    folder = random_checkpoint(tmp_path, "v3", **sizes)
+    quantize_checkpoint(folder)
     check_equal(folder, tensor, expert)
 
 
