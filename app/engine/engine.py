@@ -26,6 +26,7 @@ from app.protocol import EngineStats, FinishReason, GenerateRequest, TokenChunk
 logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row; then the engine is dead, not unlucky
 IDLE_WAIT_S = 0.01
+DELIVERY_PERIOD_S = 0.02  # each time the event loop wakes, the engine's thread waits for the interpreter
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Engine:
         self._runner = runner
         self._sampler = sampler
         self._streams: dict[str, _Stream] = {}
+        self._undelivered: list[TokenChunk] = []
+        self._next_delivery_s = 0.0
         self._changed = threading.Condition()  # its lock guards the scheduler and the streams
         self._launched: _Launched | None = None
         self._batch = Batch((), (), ())  # the one launched last
@@ -161,12 +164,18 @@ class Engine:
         self._deliver([chunk for chunk in chunks if chunk])
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
-        """Hand chunks to their streams: one wake-up per event loop and step."""
+        """Hand chunks to their streams: first and last ones at once, those between every DELIVERY_PERIOD_S."""
         per_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, TokenChunk]]] = defaultdict(list)
+        now = time.monotonic()
         with self._changed:
-            for chunk in chunks:
+            self._undelivered += chunks
+            if now < self._next_delivery_s and not any(map(_is_urgent, chunks)):
+                return
+            self._next_delivery_s = now + DELIVERY_PERIOD_S
+            for chunk in self._undelivered:
                 if stream := self._streams.get(chunk.request_id):
                     per_loop[stream.loop].append((stream, chunk))
+            self._undelivered.clear()
         for loop, pairs in per_loop.items():
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_put_all, pairs)
@@ -297,6 +306,10 @@ def _select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     if logits.is_cuda:
         index = index.pin_memory().to(logits.device, non_blocking=True)
     return logits.index_select(0, index)
+
+
+def _is_urgent(chunk: TokenChunk) -> bool:
+    return chunk.finish_reason is not None or chunk.num_output_tokens == len(chunk.token_ids)
 
 
 def _put_all(pairs: list[tuple[_Stream, TokenChunk]]) -> None:
