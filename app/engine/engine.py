@@ -211,18 +211,21 @@ class Engine:
         """End the thread after its current step; streams still open end with UnavailableError."""
         with self._changed:
             self._stopping = True
-            self._fatal = self._fatal or "the engine was stopped"
             self._changed.notify_all()
         if self._thread:
             self._thread.join()
-        self._fail(self._scheduler.request_ids, "the engine was stopped")
+        self.fail("the engine was stopped")
         self._runner.stop()
 
     def fail(self, message: str) -> None:
-        """Declare the engine dead, from any thread and even while a step hangs; streams end with UnavailableError."""
+        """Declare the engine dead, from any thread and even while a step hangs; streams end with UnavailableError.
+
+        The first reason stays: a lost rank is noticed by the engine's thread and by who watches the rank.
+        """
         with self._changed:
-            self._fatal = self._fatal or message
-        self._fail(self._scheduler.request_ids, message)
+            reason = self._fatal = self._fatal or message
+            request_ids = self._scheduler.request_ids
+        self._fail(request_ids, reason)
 
     def validate(self, request: GenerateRequest) -> None:
         """Raise the error `generate` would end in at once; changes nothing."""

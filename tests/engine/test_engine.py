@@ -370,3 +370,30 @@ def test_a_dead_engine_ends_its_streams_while_a_step_hangs(monkeypatch: pytest.M
         engine.check_health()
     engine.stop()
     engine.check_integrity()
+
+
+def test_two_reasons_at_once_leave_every_stream_fit_for_another_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own thread and who watches the ranks both notice a loss; the second is quicker to hand it on."""
+    engine = make_engine(cache_blocks=8)
+    deliver, num_calls = engine._deliver, 0
+
+    def overtaken(chunks: list[TokenChunk]) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            engine.fail("rank 1 was lost")
+        deliver(chunks)
+
+    async def go() -> None:
+        stream = engine.generate(greedy("has tokens", prompt_of(5), 100))
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        deliver(engine.step())
+        assert (await first).num_output_tokens == 1
+        monkeypatch.setattr(engine, "_deliver", overtaken)
+        engine.fail("a collective failed")
+        with pytest.raises(UnavailableError, match="a collective failed"):
+            await anext(stream)
+
+    asyncio.run(go())
+    assert num_calls == 2
