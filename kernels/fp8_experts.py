@@ -12,20 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import invariance, tuning
 from kernels.checks import Backend, check_contiguous, check_dtype, check_shape, use_triton
 from kernels.dependent_launch import dependent_launch, wait_for_previous
 from kernels.fp8_entry import power_of_two_scale, round_to_e4m3, scale_of
-from kernels.fused_experts import (
-    INVARIANT_ROWS_PER_EXPERT,
-    ExpertTiles,
-    Tile,
-    descriptor,
-    num_multiprocessors,
-    sort_pairs,
-    sum_parts,
-    tile_of,
-)
+from kernels.grouped_gemm import add_counts, check_pairs, choose_tiles, descriptor, sort_pairs, sum_parts, tile_of
 
 BLOCK = 128  # of rows and columns that share a weight's scale, and of values that share an activation's
 _E4M3 = torch.float8_e4m3fn
@@ -168,42 +158,33 @@ def _down_kernel(
 
 
 def _triton_experts(
-    x: torch.Tensor, experts: Fp8Experts, ids: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor | None,
-    tiles: ExpertTiles,
-) -> torch.Tensor:  # fmt: skip
-    (num_tokens, dim), (num_experts, _, inter), num_pairs = x.shape, experts.down.shape, ids.numel()
+    x: torch.Tensor, experts: Fp8Experts, ids: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor | None
+) -> torch.Tensor:
+    (num_tokens, dim), (num_experts, _, inter), num_pairs, device = x.shape, experts.down.shape, ids.numel(), x.device
+    tiles = choose_tiles("fp8_experts", num_pairs, num_experts, device, dim=dim, inter=inter)
     pairs = sort_pairs(ids, num_experts, tiles.rows, counts)
-    x8 = torch.empty(num_tokens, dim, dtype=_E4M3, device=x.device)
-    x_scales = torch.empty(num_tokens, dim // BLOCK, dtype=torch.float32, device=x.device)
+    x8 = torch.empty(num_tokens, dim, dtype=_E4M3, device=device)
+    x_scales = torch.empty(num_tokens, dim // BLOCK, dtype=torch.float32, device=device)
     _quantize_kernel[(num_tokens, triton.cdiv(dim // BLOCK, 8))](
-        x, x8, x_scales, D=dim, GROUP=BLOCK, GROUPS=8, **dependent_launch(x.device)
+        x, x8, x_scales, D=dim, GROUP=BLOCK, GROUPS=8, **dependent_launch(device)
     )
-    hidden = torch.empty(len(pairs.rows), inter, dtype=_E4M3, device=x.device)
-    hidden_scales = torch.empty(len(pairs.rows), inter // BLOCK, dtype=torch.float32, device=x.device)
-    parts = torch.empty(num_pairs, dim, dtype=x.dtype, device=x.device)
-    processors = num_multiprocessors(x.device)
+    hidden = torch.empty(len(pairs.rows), inter, dtype=_E4M3, device=device)
+    hidden_scales = torch.empty(len(pairs.rows), inter // BLOCK, dtype=torch.float32, device=device)
+    parts = torch.empty(num_pairs, dim, dtype=x.dtype, device=device)
     tile = tiles.gate_up
-    _gate_up_kernel[(min(len(pairs.block_experts) * (inter // BLOCK), tile.programs * processors),)](
+    _gate_up_kernel[tile.grid(pairs, inter)](
         x8, x_scales, descriptor(experts.gate_up.view(-1, dim), BLOCK, BLOCK), experts.gate_up_scales,
         hidden, hidden_scales, pairs.rows, pairs.block_experts, pairs.num_blocks, num_pairs,
-        D=dim, INTER=inter, TOP_K=ids.shape[1], BLOCK_M=tiles.rows, BLOCK=BLOCK, GROUP=tile.group,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent_launch(x.device),
+        D=dim, INTER=inter, TOP_K=ids.shape[1], BLOCK_M=tiles.rows, BLOCK=BLOCK, **tile.options(device),
     )  # fmt: skip
     tile = tiles.down
-    _down_kernel[(min(len(pairs.block_experts) * (dim // tile.columns), tile.programs * processors),)](
+    _down_kernel[tile.grid(pairs, dim)](
         descriptor(hidden, tiles.rows, BLOCK), hidden_scales,
         descriptor(experts.down.view(-1, inter), tile.columns, BLOCK), experts.down_scales,
         weights, parts, pairs.rows, pairs.block_experts, pairs.num_blocks, num_pairs,
-        D=dim, INTER=inter, BLOCK_M=tiles.rows, BLOCK_N=tile.columns, BLOCK=BLOCK, GROUP=tile.group,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent_launch(x.device),
+        D=dim, INTER=inter, BLOCK_M=tiles.rows, BLOCK_N=tile.columns, BLOCK=BLOCK, **tile.options(device),
     )  # fmt: skip
     return sum_parts(parts, ids, num_experts)
-
-
-def choose_tiles(num_pairs: int, num_experts: int, dim: int, inter: int, device: torch.device) -> ExpertTiles:
-    rows_per_expert = INVARIANT_ROWS_PER_EXPERT if invariance.is_required() else num_pairs / num_experts
-    use = tuning.find("fp8_experts", device, rows_per_expert=rows_per_expert, dim=dim, inter=inter)
-    return ExpertTiles(use["rows"], Tile(**use["gate_up"]), Tile(**use["down"]))
 
 
 def fp8_experts(
@@ -229,7 +210,7 @@ def fp8_experts(
     Source:  DeepSeek-V3 section 3.3.2, https://arxiv.org/abs/2412.19437
     """
     check_shape("x", x, (None, None))
-    num_tokens, dim = x.shape
+    dim = x.shape[1]
     check_shape("down", experts.down, (None, dim, None))
     num_experts, _, inter = experts.down.shape
     if dim % BLOCK or inter % BLOCK:
@@ -237,23 +218,16 @@ def fp8_experts(
     check_shape("gate_up", experts.gate_up, (num_experts, 2 * inter, dim))
     check_shape("gate_up_scales", experts.gate_up_scales, (num_experts, 2 * inter // BLOCK, dim // BLOCK))
     check_shape("down_scales", experts.down_scales, (num_experts, dim // BLOCK, inter // BLOCK))
-    check_shape("ids", ids, (num_tokens, None))
-    check_shape("weights", weights, (num_tokens, ids.shape[1]))
     for name, tensor, dtype in (
         ("gate_up", experts.gate_up, _E4M3), ("gate_up_scales", experts.gate_up_scales, torch.float32),
         ("down", experts.down, _E4M3), ("down_scales", experts.down_scales, torch.float32),
-        ("ids", ids, torch.int32), ("weights", weights, torch.float32), ("x", x, x.dtype),
     ):  # fmt: skip
         check_dtype(name, tensor, dtype)
         check_contiguous(name, tensor)
-    if counts is not None:
-        check_shape("counts", counts, (num_experts,))
-        check_dtype("counts", counts, torch.int64)
+    check_pairs(x, ids, weights, counts, num_experts)
     if ids.numel() == 0:
         return torch.zeros_like(x)
     if not use_triton(x, backend):
-        if counts is not None:
-            counts += torch.bincount(ids[ids >= 0], minlength=num_experts)
+        add_counts(counts, ids)
         return fp8_experts_reference(x, experts, ids, weights)
-    tiles = choose_tiles(ids.numel(), num_experts, dim, inter, x.device)
-    return _triton_experts(x, experts, ids, weights, counts, tiles)
+    return _triton_experts(x, experts, ids, weights, counts)

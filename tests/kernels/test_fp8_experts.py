@@ -7,24 +7,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kernels.fp8_experts import BLOCK, Fp8Experts, choose_tiles, dequantize, fp8_experts, fp8_experts_reference
+from kernels.fp8_experts import BLOCK, Fp8Experts, dequantize, fp8_experts, fp8_experts_reference
 from kernels.fp8_experts import quantize_groups as quantize
 from kernels.fused_experts import fused_experts_reference
+from kernels.grouped_gemm import choose_tiles
 from tests.kernels.cases import CUDA, TORCH, Target, assert_bitwise_equal, assert_close, generator
+from tests.kernels.experts import Case, check_repeats_and_replay
 
 # A hidden value beside a rounding of e4m3 may fall on its other side: one such step is 2^-4 of that value.
 RELATIVE_TOLERANCE = {torch.float32: 4e-3, torch.float16: 5e-3, torch.bfloat16: 1e-2}
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    num_tokens: int
-    top_k: int = 2
-    num_experts: int = 5
-    dim: int = 128
-    inter: int = 128
-    ids: tuple[tuple[int, ...], ...] | None = None  # None: random, distinct per token
 
 
 CASES = [
@@ -63,10 +54,7 @@ def blocks_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def inputs_of(case: Case, target: Target, dtype: torch.dtype) -> Inputs:
     random = generator(case.name)
-    if case.ids is None:
-        ids = torch.rand(case.num_tokens, case.num_experts, generator=random).topk(case.top_k).indices.int()
-    else:
-        ids = torch.tensor(case.ids, dtype=torch.int32)
+    ids = case.chosen(random)
     gate_up = torch.randn(case.num_experts, 2 * case.inter, case.dim, generator=random) * case.dim**-0.5
     down = torch.randn(case.num_experts, case.dim, case.inter, generator=random) * case.inter**-0.5
     # Scales that differ from block to block, so that a wrong one shows.
@@ -135,24 +123,14 @@ def test_wrong_arguments_are_refused(target: Target) -> None:
 def test_cuda_real_shape(num_tokens: int) -> None:
     """DeepSeek-V2-Lite's experts: right, the same 20 times, and the same replayed from a graph."""
     inputs = inputs_of(Case(f"real {num_tokens}", num_tokens, 6, 64, 2048, 1408), CUDA, torch.bfloat16)
-    out = inputs.run(CUDA)
-    assert_close(out, inputs.reference(), RELATIVE_TOLERANCE[torch.bfloat16])
-    for _ in range(20):
-        assert_bitwise_equal(inputs.run(CUDA), out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = inputs.run(CUDA)
-    inputs.ids.copy_(inputs.ids.flip(0))
-    inputs.x.copy_(inputs.x.flip(0))
-    inputs.weights.copy_(inputs.weights.flip(0))
-    graph.replay()
-    assert_close(captured, inputs.reference(), RELATIVE_TOLERANCE[torch.bfloat16])
+    tokens = inputs.x, inputs.ids, inputs.weights
+    check_repeats_and_replay(lambda: inputs.run(CUDA), inputs.reference, tokens, RELATIVE_TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows_per_expert", [1, 4, 16, 17, 96, 97, 400, 401])
 def test_cuda_tile_edges(rows_per_expert: int) -> None:
     inputs = inputs_of(Case("edges", rows_per_expert * 8, 1, 8, 256, 384), CUDA, torch.bfloat16)
-    tiles = choose_tiles(inputs.ids.numel(), 8, 256, 384, inputs.x.device)
+    tiles = choose_tiles("fp8_experts", inputs.ids.numel(), 8, inputs.x.device, dim=256, inter=384)
     inputs.ids[: tiles.rows + 1, 0] = 2
     assert_close(inputs.run(CUDA), inputs.reference(), RELATIVE_TOLERANCE[torch.bfloat16])

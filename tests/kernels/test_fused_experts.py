@@ -7,22 +7,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kernels.fused_experts import choose_tiles, fused_experts, fused_experts_reference
-from tests.kernels.cases import CUDA, Target, assert_bitwise_equal, assert_close, generator
+from kernels.fused_experts import fused_experts, fused_experts_reference
+from kernels.grouped_gemm import choose_tiles
+from tests.kernels import experts
+from tests.kernels.cases import CUDA, TORCH, Target, assert_bitwise_equal, assert_close, generator
 
 # fp32: sums in another order. 16 bit: the hidden layer and each expert's share are rounded to the storage dtype.
 RELATIVE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True)
-class Case:
-    name: str
-    num_tokens: int
-    top_k: int = 2
-    num_experts: int = 5
+class Case(experts.Case):
     dim: int = 24
     inter: int = 40
-    ids: tuple[tuple[int, ...], ...] | None = None  # None: random, distinct per token
 
 
 CASES = [
@@ -64,10 +61,7 @@ class Inputs:
 
 def inputs_of(case: Case, target: Target, dtype: torch.dtype) -> Inputs:
     random = generator(case.name)
-    if case.ids is None:
-        ids = torch.rand(case.num_tokens, case.num_experts, generator=random).topk(case.top_k).indices.int()
-    else:
-        ids = torch.tensor(case.ids, dtype=torch.int32)
+    ids = case.chosen(random)
     scale = case.dim**-0.5, case.inter**-0.5
     return Inputs(
         x=target.place(torch.randn(case.num_tokens, case.dim, generator=random), dtype),
@@ -112,18 +106,17 @@ def test_nan_of_one_token_stays_with_it(target: Target) -> None:
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_cpu_token_bits_do_not_depend_on_the_batch(dim: int, inter: int, num_threads: int) -> None:
     """A token alone, padded to a row tile, in 37 rows and in 512 gives the same bits."""
-    cpu = Target("torch", "cpu", "torch")
     threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        inputs = inputs_of(Case("invariance", 512, 4, 8, dim, inter), cpu, torch.float32)
-        together = inputs.run(cpu)
+        inputs = inputs_of(Case("invariance", 512, 4, 8, dim, inter), TORCH, torch.float32)
+        together = inputs.run(TORCH)
         assert_close(together, inputs.reference(), RELATIVE_TOLERANCE[torch.float32])
         for start, stop in ((0, 1), (7, 15), (100, 137), (511, 512), (3, 300)):
-            assert_bitwise_equal(inputs.tokens(start, stop).run(cpu), together[start:stop])
+            assert_bitwise_equal(inputs.tokens(start, stop).run(TORCH), together[start:stop])
         padded = inputs.tokens(40, 48)
         padded.ids[1:] = -1
-        assert_bitwise_equal(padded.run(cpu)[:1], together[40:41])
+        assert_bitwise_equal(padded.run(TORCH)[:1], together[40:41])
     finally:
         torch.set_num_threads(threads)
 
@@ -149,18 +142,10 @@ def test_wrong_arguments_are_refused(target: Target) -> None:
 def test_cuda_real_shape(num_tokens: int) -> None:
     """DeepSeek-V2-Lite's experts: right, the same 20 times, and the same replayed from a graph."""
     inputs = inputs_of(Case(f"real {num_tokens}", num_tokens, 6, 64, 2048, 1408), CUDA, torch.bfloat16)
-    out = inputs.run(CUDA)
-    assert_close(out, inputs.reference(), RELATIVE_TOLERANCE[torch.bfloat16])
-    for _ in range(20):
-        assert_bitwise_equal(inputs.run(CUDA), out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = inputs.run(CUDA)
-    inputs.ids.copy_(inputs.ids.flip(0))
-    inputs.x.copy_(inputs.x.flip(0))
-    inputs.weights.copy_(inputs.weights.flip(0))
-    graph.replay()
-    assert_close(captured, inputs.reference(), RELATIVE_TOLERANCE[torch.bfloat16])
+    tokens = inputs.x, inputs.ids, inputs.weights
+    experts.check_repeats_and_replay(
+        lambda: inputs.run(CUDA), inputs.reference, tokens, RELATIVE_TOLERANCE[torch.bfloat16]
+    )
 
 
 @pytest.mark.gpu
@@ -171,7 +156,7 @@ def test_cuda_tile_edges(rows_per_expert: int, spread: str) -> None:
     num_experts = 8
     num_tokens = rows_per_expert * num_experts
     inputs = inputs_of(Case(spread, num_tokens, 1, num_experts, 264, 136), CUDA, torch.bfloat16)
-    tiles = choose_tiles(num_tokens, num_experts, 264, 136, torch.bfloat16, inputs.x.device)
+    tiles = choose_tiles("fused_experts", num_tokens, num_experts, inputs.x.device, bits=16, dim=264, inter=136)
     if spread == "one expert":
         inputs.ids.fill_(5)
     elif spread == "none":
