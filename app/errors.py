@@ -15,6 +15,7 @@
     ├── RetryableError                              the caller may try again after `retry_after_s`
     │   ├── OverloadedError          429
     │   ├── UnavailableError         503
+    │   │   └── ReplicaLostError     503            the replica's engine or process has ended: another may serve
     │   └── DeadlineExceededError    504
     └── EngineError                  500            a fault of ours
         └── RankLostError            500            another rank of the engine is gone or stuck: the engine ends
@@ -149,6 +150,10 @@ class OverloadedError(RetryableError):
 
 class UnavailableError(RetryableError):
     code = "unavailable"
+
+
+class ReplicaLostError(UnavailableError):
+    """The engine or the process that ran the request has ended; nothing more comes from that replica."""
 
 
 class DeadlineExceededError(RetryableError):

@@ -20,7 +20,7 @@ from app.engine.batch import Batch
 from app.engine.runner import Runner
 from app.engine.sampler import PendingSample, Sampler
 from app.engine.scheduler import Scheduler
-from app.errors import DeadlineExceededError, EngineError, RankLostError, UnavailableError
+from app.errors import DeadlineExceededError, EngineError, RankLostError, ReplicaLostError
 from app.protocol import EngineStats, FinishReason, GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class Engine:
 
     def _raise_failure(self, chunk: TokenChunk) -> None:
         if chunk.error is not None and chunk.error == self._fatal:
-            raise UnavailableError(chunk.error)  # it was not this request's step: another replica can serve it
+            raise ReplicaLostError(chunk.error)  # it was not this request's step: another replica can serve it
         if chunk.num_output_tokens:
             return
         if chunk.finish_reason == "deadline":
@@ -208,7 +208,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its current step; streams still open end with UnavailableError."""
+        """End the thread after its current step; streams still open end with ReplicaLostError."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -218,7 +218,7 @@ class Engine:
         self._runner.stop()
 
     def fail(self, message: str) -> None:
-        """Declare the engine dead, from any thread and even while a step hangs; streams end with UnavailableError.
+        """Declare the engine dead, from any thread and even while a step hangs; streams end with ReplicaLostError.
 
         The first reason stays: a lost rank is noticed by the engine's thread and by who watches the rank.
         """
@@ -242,12 +242,12 @@ class Engine:
 
         Closing the iterator or cancelling its task aborts the request and frees its blocks at once.
         Raises RequestError or OverloadedError before the first chunk, DeadlineExceededError if the deadline passes
-        before any token, EngineError if its step fails before any token; UnavailableError whenever the engine dies.
+        before any token, EngineError if its step fails before any token; ReplicaLostError whenever the engine dies.
         """
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
         with self._changed:
             if self._fatal:
-                raise UnavailableError(self._fatal)
+                raise ReplicaLostError(self._fatal)
             if not self._scheduler.has_work:
                 self._last_progress_s = time.monotonic()
             self._scheduler.add(request)

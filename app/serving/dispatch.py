@@ -16,13 +16,13 @@ from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, replace
 
 from app.config import RouterSettings
-from app.errors import OverloadedError, UnavailableError
+from app.errors import OverloadedError, ReplicaLostError, UnavailableError
 from app.protocol import GenerateRequest, TokenChunk
 from app.serving.admission import check_queue
 from app.serving.board import PoolDecision
 from app.serving.demand import ZeroGate
 from app.serving.monitor import PoolTraffic, ReplicaReport
-from app.serving.pool_client import PoolClient, ReplicaLostError
+from app.serving.pool_client import PoolClient
 from app.serving.pool_view import PoolView, Ticket
 from app.serving.responses import timed_out
 from app.serving.routing import (

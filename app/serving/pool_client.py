@@ -22,7 +22,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
-from app.errors import EngineError, LongspanError, OverloadedError, UnavailableError
+from app.errors import EngineError, LongspanError, OverloadedError, ReplicaLostError, UnavailableError
 from app.protocol import GenerateRequest, TokenChunk
 from app.serving.routing import PoolName
 
@@ -32,10 +32,6 @@ CHANNEL_RETRY_S = 0.1
 LAST_TOKENS_TIMEOUT_S = 5.0  # after a call has ended, for what its channel still carries
 
 Inbox = asyncio.Queue[list[TokenChunk] | LongspanError]
-
-
-class ReplicaLostError(UnavailableError):
-    """The replica's process has ended."""
 
 
 class PoolClient:
@@ -154,6 +150,7 @@ class PoolClient:
     async def _read_channel(self, replica_id: str) -> None:
         channel_id = uuid.uuid4().hex
         call: Any = None
+        loss = UnavailableError("the stream from the replica broke")
         # Registered first: a request may move here before the channel's first item has come.
         self._channels[channel_id] = set()
         try:
@@ -162,9 +159,11 @@ class PoolClient:
                 self._deliver(chunks)
         except Exception as error:
             logger.warning("%s: a stream broke: %s", self._name, type(error).__name__)
+            if _is_loss(error):
+                loss = ReplicaLostError(loss.message)
         finally:
             for inbox in self._channels.pop(channel_id, ()):
-                inbox.put_nowait(UnavailableError("the stream from the replica broke"))
+                inbox.put_nowait(loss)
             if call is not None:
                 call.cancel()
 
@@ -182,11 +181,15 @@ class PoolClient:
             return error
         if isinstance(error, BackPressureError):
             return OverloadedError(f"{self._name}: the queue is full")
-        if isinstance(error, (RayActorError, DeploymentUnavailableError)):
+        if _is_loss(error):
             logger.warning("%s: %s", self._name, type(error).__name__)
             return ReplicaLostError(f"{self._name}: a replica was lost")
         logger.error("%s: %s", self._name, error)
         return EngineError(f"{self._name}: a replica failed")
+
+
+def _is_loss(error: Exception) -> bool:
+    return isinstance(error, (RayActorError, DeploymentUnavailableError))
 
 
 def _num_finished(chunks: Sequence[TokenChunk]) -> int:

@@ -12,7 +12,7 @@ from app.config import EngineConfig, ModelSource
 from app.engine.batch import Batch
 from app.engine.engine import Engine
 from app.engine.loading import load_engine
-from app.errors import ContextLengthError, DeadlineExceededError, EngineError, InvalidRequestError, UnavailableError
+from app.errors import ContextLengthError, DeadlineExceededError, EngineError, InvalidRequestError, ReplicaLostError
 from app.protocol import GenerateRequest, SamplingParams, TokenChunk
 
 Prompt = tuple[int, ...]
@@ -331,7 +331,7 @@ def test_failing_steps_end_their_streams_and_then_the_engine(monkeypatch: pytest
     thread.join(timeout=10)
     with pytest.raises(EngineError, match="3 engine steps in a row failed"):
         engine.check_health()
-    with pytest.raises(UnavailableError):
+    with pytest.raises(ReplicaLostError):
         asyncio.run(collect(engine, greedy("after", prompt_of(5))))
     engine.check_integrity()
     engine.stop()
@@ -365,7 +365,7 @@ def test_a_dead_engine_ends_its_streams_while_a_step_hangs(monkeypatch: pytest.M
     outcomes = asyncio.run(go())
     released.set()
     # Whoever has passed nothing on yet may send the request to another replica.
-    assert [(type(outcome), str(outcome)) for outcome in outcomes] == [(UnavailableError, "rank 1 is gone")] * 2
+    assert [(type(outcome), str(outcome)) for outcome in outcomes] == [(ReplicaLostError, "rank 1 is gone")] * 2
     with pytest.raises(EngineError, match="rank 1 is gone"):
         engine.check_health()
     engine.stop()
@@ -392,7 +392,7 @@ def test_two_reasons_at_once_leave_every_stream_fit_for_another_replica(monkeypa
         assert (await first).num_output_tokens == 1
         monkeypatch.setattr(engine, "_deliver", overtaken)
         engine.fail("a collective failed")
-        with pytest.raises(UnavailableError, match="a collective failed"):
+        with pytest.raises(ReplicaLostError, match="a collective failed"):
             await anext(stream)
 
     asyncio.run(go())

@@ -5,19 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, cast
 
 import pytest
 
-from app.config import QueueBounds, RouterSettings
-from app.errors import DeadlineExceededError, EngineError, LongspanError, OverloadedError, UnavailableError
+from app.config import EngineConfig, ModelSource, QueueBounds, RouterSettings
+from app.engine.loading import load_engine
+from app.errors import (
+    DeadlineExceededError,
+    EngineError,
+    LongspanError,
+    OverloadedError,
+    ReplicaLostError,
+    UnavailableError,
+)
 from app.protocol import EngineStats, GenerateRequest, SamplingParams, TokenChunk
 from app.serving import dispatch as module
 from app.serving.dispatch import Dispatcher, PromptRun
 from app.serving.monitor import ReplicaReport
-from app.serving.pool_client import PoolClient, ReplicaLostError
+from app.serving.pool_client import PoolClient
 from app.serving.routing import OutputEstimates, PoolLimits
+from app.serving.streaming import Pacer, SequenceGroup
+from tests.serving.scripted import TOKENIZER
 
+ENGINE = EngineConfig(device="cpu", num_threads=1, cache_blocks=8, max_model_len=256)
 LIMITS = PoolLimits(1000, 100, "v", max_num_seqs=2)
 Play = Callable[[str | None, Sequence[GenerateRequest]], AsyncGenerator[list[TokenChunk], None]]
 
@@ -168,6 +180,51 @@ async def test_an_answer_that_is_not_streamed_is_made_once_more() -> None:
     for _ in range(20):
         assert await texts(dispatcher, prompt("x", "y", streamed=False)) == ["12 12"]
     assert Counter(client.sent)["a"] == 1 and dispatcher.traffic.router_retries == 2
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_is_not_streamed_is_the_same_though_its_engine_died_half_way() -> None:
+    engines = {name: load_engine(ModelSource(), ENGINE) for name in "ab"}
+
+    async def play(replica: str | None, requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
+        num_tokens = 0
+        async with aclosing(SequenceGroup(requests, TOKENIZER, Pacer()).run(engines[str(replica)], lambda: None)) as it:
+            async for item in it:
+                num_tokens += sum(len(one.token_ids) for one in item.chunks)
+                if replica == "a" and num_tokens >= 4:
+                    engines["a"].fail("rank 1 was lost")
+                yield list(item.chunks)
+
+    def seeded() -> PromptRun:
+        sampling = SamplingParams(max_tokens=40, temperature=0.9, seed=7, ignore_eos=True)
+        requests = tuple(GenerateRequest(name, tuple(range(10, 30)), sampling, cache_salt=name) for name in "xy")
+        return PromptRun("short", requests, "short", is_streamed=False)
+
+    dispatcher, client = build(play, "a")
+    for engine in engines.values():
+        engine.start()
+    task = asyncio.create_task(anext(dispatcher.generate(seeded(), asyncio.get_running_loop().time() + 60.0)))
+    while not dispatcher.traffic.router_retries:
+        await asyncio.sleep(0.01)
+    report(dispatcher, "b")
+    remade = await task
+    (undisturbed,) = [item async for item in dispatcher.generate(seeded(), None)]
+    for engine in engines.values():
+        engine.stop()
+    assert client.sent == ["a", "b", "b"]
+    assert [one.num_output_tokens for one in remade] == [len(one.token_ids) for one in remade] == [40, 40]
+    assert [(one.request_id, one.token_ids, one.text) for one in remade] == [
+        (one.request_id, one.token_ids, one.text) for one in undisturbed
+    ]
+    assert (dispatcher.traffic.router_retries, dispatcher.traffic.router_requests_lost) == (2, 0)
+
+
+@pytest.mark.asyncio
+async def test_an_answer_is_not_made_again_after_its_deadline() -> None:
+    dispatcher, client = build(failing(["a"], LOST, after=1), "a")
+    with pytest.raises(DeadlineExceededError):
+        await texts(dispatcher, prompt("x", streamed=False), asyncio.get_running_loop().time() + 0.2)
+    assert client.sent == ["a"] and dispatcher.traffic.router_requests_held == 0
 
 
 @pytest.mark.asyncio

@@ -10,10 +10,17 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from app.errors import EngineError, InvalidRequestError, LongspanError, OverloadedError, UnavailableError
+from app.errors import (
+    EngineError,
+    InvalidRequestError,
+    LongspanError,
+    OverloadedError,
+    ReplicaLostError,
+    UnavailableError,
+)
 from app.protocol import GenerateRequest, SamplingParams, TokenChunk
 from app.serving import pool_client
-from app.serving.pool_client import PoolClient, ReplicaLostError
+from app.serving.pool_client import PoolClient
 from app.serving.streaming import StreamItem
 
 
@@ -174,16 +181,22 @@ async def test_a_call_that_cannot_be_made_leaves_nothing_behind(pool: Pool) -> N
     assert not pool.client._inboxes
 
 
+@pytest.mark.parametrize(
+    ("broken", "error"), [(RuntimeError("lost"), UnavailableError), (ActorDiedError(), ReplicaLostError)]
+)
 @pytest.mark.asyncio
-async def test_a_broken_channel_fails_those_who_moved_to_it(pool: Pool) -> None:
+async def test_a_broken_channel_fails_those_who_moved_to_it(
+    pool: Pool, broken: Exception, error: type[Exception]
+) -> None:
     channel, channel_id = await open_channel(pool)
     task = asyncio.create_task(read(pool, "a"))
     await settle()
     pool.generate.calls[1].put(StreamItem((chunk("a", "1"),), channel_id))
     await settle()
-    channel.put(RuntimeError("lost"))
-    with pytest.raises(UnavailableError):
+    channel.put(broken)
+    with pytest.raises(UnavailableError) as caught:
         await task
+    assert type(caught.value) is error
     assert pool.generate.calls[1].is_cancelled
 
 
