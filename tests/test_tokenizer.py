@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app import tokenizer as module
 from app.config import EMBEDDED_MODEL
 from app.errors import CheckpointError, ContextLengthError, InvalidRequestError
 from app.tokenizer import Tokenizer
@@ -248,19 +249,18 @@ def test_the_bound_by_length_is_never_above_the_count(text: str) -> None:
     assert TOKENIZER.min_tokens_of(text) <= len(TOKENIZER.encode(text))
 
 
-def test_a_text_that_cannot_fit_is_refused_without_encoding() -> None:
+def test_a_text_that_cannot_fit_is_refused_without_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     longest = max(len(TOKENIZER.token_bytes(token_id)) for token_id in range(TOKENIZER.vocab_size))
     assert TOKENIZER.min_tokens_of("x" * (10 * longest)) == 10
     assert TOKENIZER.min_tokens_of("x" * (10 * longest + 1)) == 11
     text = "The cat said hello. " * 400_000  # some 6 s of encoding
-    started = time.perf_counter()
+    monkeypatch.setattr(module, "_encode", None)
     with pytest.raises(ContextLengthError, match="at most 1000 tokens") as caught:
         TOKENIZER.encode(text, max_tokens=1000)
     assert caught.value.param == "prompt"
     with pytest.raises(ContextLengthError) as caught:
         TOKENIZER.apply_chat_template([{"role": "user", "content": text}], max_tokens=1000)
     assert caught.value.param == "messages"
-    assert time.perf_counter() - started < 2.0
 
 
 @pytest.mark.parametrize("kind", ["prompt", "messages"])
@@ -274,15 +274,20 @@ def test_other_threads_run_while_a_long_text_is_encoded(kind: str) -> None:
         else:
             TOKENIZER.apply_chat_template([{"role": "user", "content": text}])
 
-    thread = threading.Thread(target=encode)
-    thread.start()
-    started = last = time.perf_counter()
-    longest_stall = 0.0
-    while thread.is_alive():
-        time.sleep(0.001)
-        now = time.perf_counter()
-        longest_stall, last = max(longest_stall, now - last), now
-    assert longest_stall < (last - started) / 2
+    def longest_stall() -> float:
+        """As a share of the time it took."""
+        thread = threading.Thread(target=encode)
+        thread.start()
+        started = last = time.perf_counter()
+        longest_s = 0.0
+        while thread.is_alive():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            longest_s, last = max(longest_s, now - last), now
+        return longest_s / (last - started)
+
+    # A machine that stands still for a moment does not do so each time; an interpreter that is held would.
+    assert any(longest_stall() < 0.5 for _ in range(5))
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -73,10 +74,12 @@ def _follow(source: ModelSource, config: EngineConfig, place: RankPlace, padded_
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Outside the range from which Linux takes ports by itself: one of those could be gone before rank 0 listens."""
+    for port in random.sample(range(20_000, 23_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port")
 
 
 # ---- what engines say to the same requests ----

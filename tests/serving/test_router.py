@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import httpx
 import pytest
 
+from app import tokenizer as tokenizer_module
 from app.config import RouterConfig, RouterSettings, VersionConfig
 from app.protocol import GenerateRequest, TokenChunk
 from app.serving import router as module
@@ -97,16 +97,20 @@ async def test_a_model_is_looked_up_by_name(client_of: ClientOf) -> None:
 )
 @pytest.mark.asyncio
 async def test_a_body_that_cannot_fit_is_refused_before_encoding(
-    client_of: ClientOf, path: str, field: str, value: Any
+    client_of: ClientOf, monkeypatch: pytest.MonkeyPatch, path: str, field: str, value: Any
 ) -> None:
+    encode = tokenizer_module._encode
+
+    def encode_short(tokenizer: Any, text: str, **options: Any) -> list[int]:
+        assert len(text) < 1000, "the long text, which takes some 3 s"
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr(tokenizer_module, "_encode", encode_short)
     async with client_of(ScriptedVersion()) as client:
-        started = time.perf_counter()
         response = await client.post(path, json={field: value}, timeout=60)
-        took_s = time.perf_counter() - started
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", field)
-    assert took_s < 1.5  # encoding alone takes some 3 s
 
 
 @pytest.mark.asyncio
@@ -132,11 +136,11 @@ async def test_the_pool_gets_the_time_that_is_left(client_of: ClientOf, stream: 
         return one_token(requests)
 
     async with client_of(ScriptedVersion(play)) as client:
-        body = {"prompt": "hi", "timeout_s": 5.0, "stream": stream}
+        body = {"prompt": "hi", "timeout_s": 60.0, "stream": stream}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         late = await client.post("/v1/completions", json={**body, "timeout_s": 1e-9})
     (request,) = seen
-    assert request.timeout_s is not None and 4.0 < request.timeout_s < 5.0
+    assert request.timeout_s is not None and 30.0 < request.timeout_s < 60.0
     assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
 
 

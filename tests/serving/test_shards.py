@@ -25,6 +25,7 @@ from app.serving.shards import Shards
 from app.serving.streaming import Pacer
 
 TIMEOUT_S = 0.4
+WAIT_S = 30.0  # on a busy machine
 
 
 class Call:
@@ -120,10 +121,12 @@ def task_error(cause: Exception) -> RayTaskError:
 async def test_the_first_rank_that_ends_is_named(error: Exception | None, reason: str) -> None:
     actors = [Actor(), Actor()]
     watch = asyncio.create_task(shards_of(*actors).until_lost())
-    await asyncio.sleep(2 * TIMEOUT_S)
-    assert not watch.done() and actors[0].num_pings > 2
+    async with asyncio.timeout(WAIT_S):
+        while actors[0].num_pings < 8:  # over more than the timeout
+            await asyncio.sleep(0.01)
+    assert not watch.done()
     actors[1].running.result.set_exception(error) if error else actors[1].running.result.set_result(None)
-    assert await asyncio.wait_for(watch, 10 * TIMEOUT_S) == reason
+    assert await asyncio.wait_for(watch, WAIT_S) == reason
 
 
 @pytest.mark.asyncio
@@ -131,10 +134,9 @@ async def test_a_frozen_rank_is_found_within_the_collective_timeout() -> None:
     actor = Actor()
     watch = asyncio.create_task(shards_of(actor).until_lost())
     await asyncio.sleep(TIMEOUT_S / 2)
-    actor.is_frozen = True
-    frozen_s = time.monotonic()
-    assert await watch == f"rank 1 has not answered for {TIMEOUT_S:g} s"
-    assert time.monotonic() - frozen_s < TIMEOUT_S + 3.0  # a slow machine needs its margin
+    actor.is_frozen, num_answered = True, actor.num_pings
+    assert await asyncio.wait_for(watch, WAIT_S) == f"rank 1 has not answered for {TIMEOUT_S:g} s"
+    assert actor.num_pings == num_answered + 1  # the first without an answer is enough
 
 
 @pytest.mark.parametrize("by", ["rank", "engine"])
@@ -155,13 +157,13 @@ async def test_the_process_leaves_after_its_streams_have_ended(
         actor.running.result.set_exception(ActorDiedError())
     else:
         engine.fail("a collective failed")
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(WAIT_S):
         while not ray.killed:
             await asyncio.sleep(0.01)
     assert engine.fatal == ("rank 1 was lost: ActorDiedError" if by == "rank" else "a collective failed")
     assert not left  # the streams are still sending their error
     pacer.num_streams = 0
-    await asyncio.wait_for(shards._guard, 10.0)
+    await asyncio.wait_for(shards._guard, WAIT_S)
     assert left == [0] and ray.killed == [actor]
 
 
@@ -192,7 +194,7 @@ def stopped() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_stopped_process_of_this_node_is_killed(ray: Ray, stopped: subprocess.Popen[bytes]) -> None:
     far_away = RankProcess("there", os.getpid())
     shards_of(Actor(), processes=[RankProcess("here", stopped.pid), far_away]).kill()
-    assert stopped.wait(10) == -signal.SIGKILL
+    assert stopped.wait(WAIT_S) == -signal.SIGKILL
 
 
 def test_a_rank_that_cannot_load_ends_the_start_with_its_own_error(monkeypatch: pytest.MonkeyPatch, ray: Ray) -> None:

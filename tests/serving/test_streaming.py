@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -24,11 +25,13 @@ async def collect(engine: ScriptedEngine, *requests: GenerateRequest) -> tuple[d
 @pytest.mark.asyncio
 async def test_text_is_whole_and_items_are_few() -> None:
     engine = ScriptedEngine(delay_s=0.001)
+    start_s = time.monotonic()
     joined, num_items = await collect(engine, request("a"), request("b", "Short."))
+    windows = (time.monotonic() - start_s) / MIN_WINDOW_S
     assert joined["a"].text == TEXT and joined["b"].text == "Short."
     assert joined["a"].token_ids == request("a").prompt_token_ids
     assert joined["a"].logprobs is not None and len(joined["a"].logprobs) == len(joined["a"].token_ids)
-    assert num_items < engine.num_yielded / 2
+    assert num_items <= windows + 4  # one per window, and two firsts and two ends
     assert not engine.running
 
 

@@ -24,12 +24,14 @@ class Monitor:
 
     def __init__(self) -> None:
         self.answer: VersionSnapshot | Exception = RuntimeError("not deployed")
+        self.num_asked = 0
         self.exchange = self
 
     def options(self, **_options: Any) -> Monitor:
         return self
 
     async def remote(self, _report: RouterReport) -> VersionSnapshot:
+        self.num_asked += 1
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -48,7 +50,10 @@ async def test_an_outage_of_the_monitor_takes_nothing_away(monkeypatch: pytest.M
 
     async def hear(answer: VersionSnapshot | Exception) -> None:
         monitor.answer = answer
-        await asyncio.sleep(0.05)
+        num_asked = monitor.num_asked
+        async with asyncio.timeout(30.0):
+            while monitor.num_asked < num_asked + 2:  # it has taken the first answer when it asks again
+                await asyncio.sleep(0.001)
 
     await hear(RuntimeError("not deployed"))
     assert version.limits == {} and version.ready_pools == set() and version.series() == []
