@@ -184,7 +184,7 @@ def test_logprobs_are_those_of_the_model(engine: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Engine]:
-    engine = make_engine(cache_blocks=160, max_num_seqs=64)
+    engine = make_engine(cache_blocks=1024, max_num_seqs=64)
     engine.start()
     yield engine
     engine.stop()
@@ -207,7 +207,7 @@ def test_streams_end_with_a_reason_and_count_their_tokens(started: Engine) -> No
 def test_cancelled_streams_free_their_blocks_without_new_traffic(started: Engine) -> None:
     async def go() -> None:
         free = started.stats().num_free_blocks
-        tasks = [asyncio.ensure_future(collect(started, greedy(f"c{i}", prompt_of(100, i), 500))) for i in range(50)]
+        tasks = [asyncio.ensure_future(collect(started, greedy(f"c{i}", prompt_of(100, i), 1000))) for i in range(50)]
         while started.stats().num_requests_running < 50:
             await asyncio.sleep(0.01)
         for task in tasks:
@@ -232,9 +232,10 @@ def test_closing_a_stream_early_aborts_it(started: Engine) -> None:
 
 
 def test_a_deadline_ends_a_stream_that_has_begun(started: Engine) -> None:
-    request = GenerateRequest("d", prompt_of(10), SamplingParams(max_tokens=5000, ignore_eos=True), timeout_s=0.3)
+    """Its first token comes within the second on a busy machine too, its last one on no machine."""
+    request = GenerateRequest("d", prompt_of(10), SamplingParams(max_tokens=16_000, ignore_eos=True), timeout_s=1.5)
     chunks = asyncio.run(collect(started, request))
-    assert chunks[-1].finish_reason == "deadline" and 0 < chunks[-1].num_output_tokens < 5000
+    assert chunks[-1].finish_reason == "deadline" and 0 < chunks[-1].num_output_tokens < 16_000
 
 
 @pytest.mark.parametrize(
@@ -247,6 +248,7 @@ def test_a_deadline_ends_a_stream_that_has_begun(started: Engine) -> None:
     ids=["empty", "out of vocabulary", "too long"],
 )
 def test_a_refused_request_changes_nothing(started: Engine, request_: GenerateRequest, error: type[Exception]) -> None:
+    asyncio.run(collect(started, greedy("before", prompt_of(3), 2)))  # a step for aborted requests is over then
     before = started.stats()
     with pytest.raises(error):
         asyncio.run(collect(started, request_))
@@ -328,7 +330,7 @@ def test_failing_steps_end_their_streams_and_then_the_engine(monkeypatch: pytest
             asyncio.run(collect(engine, greedy(f"f{attempt}", prompt_of(5))))
     thread = engine._thread
     assert thread is not None
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     with pytest.raises(EngineError, match="3 engine steps in a row failed"):
         engine.check_health()
     with pytest.raises(ReplicaLostError):
