@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,7 @@ class SseServer:
 
     failure: str | None = None
     event_delay_s: float = 0.0
+    num_noted: Callable[[], int] | None = None  # events the client has: the delay begins when it has them all
     write_size: int | None = None  # cut the stream into pieces of so many bytes
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -76,10 +77,12 @@ class SseServer:
 
     async def _stream(self, writer: asyncio.StreamWriter, num_events: int, usage: dict[str, Any]) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-        for _ in range(num_events):
+        for index in range(num_events):
             self._write(writer, CHUNK)
             if self.event_delay_s:
                 await writer.drain()
+                while self.num_noted is not None and self.num_noted() <= index:
+                    await asyncio.sleep(0.001)
                 await asyncio.sleep(self.event_delay_s)
         if self.failure == "error_event":
             self._write(writer, b'data: {"error":{"message":"lost","type":"internal_error","code":null}}\n\n')

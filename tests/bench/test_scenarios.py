@@ -17,7 +17,7 @@ from tests.bench.sse_server import SseServer, serving
 
 def test_requests_are_counted_per_replica_whatever_they_ended_with() -> None:
     async def count() -> Any:
-        async with serving(SseServer()) as server, Client(server.url, timeout_s=5.0) as client:
+        async with serving(SseServer()) as server, Client(server.url, timeout_s=60.0) as client:
             return await requests_by_replica(client)
 
     assert asyncio.run(count()) == {("short", "r1"): 6, ("long", "r3"): 1}

@@ -197,7 +197,7 @@ async def test_an_answer_that_is_not_streamed_is_the_same_though_its_engine_died
                 yield list(item.chunks)
 
     def seeded() -> PromptRun:
-        sampling = SamplingParams(max_tokens=40, temperature=0.9, seed=7, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=200, temperature=0.9, seed=7, ignore_eos=True)  # far from done
         requests = tuple(GenerateRequest(name, tuple(range(10, 30)), sampling, cache_salt=name) for name in "xy")
         return PromptRun("short", requests, "short", is_streamed=False)
 
