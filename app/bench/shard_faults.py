@@ -27,8 +27,10 @@ from app.errors import UnavailableError
 
 APP, POOL = "pools", "short"
 STREAMS = 3  # that have begun when the fault comes
+WHOLE = 2  # that have begun likewise, but are not streamed: they are made again
 LATE = 2  # whose prompts are still computed
 STREAM = PlannedRequest(0.0, 32, 1900)
+WHOLE_REQUEST = PlannedRequest(0.0, 32, 300)
 LATE_REQUEST = PlannedRequest(0.0, 1900, 16)
 PROBE = PlannedRequest(0.0, 8, 1)
 # Keeps the other pool from being idle, so that no request spills into it.
@@ -58,13 +60,15 @@ class FaultRun:
     clean_s: float | None  # until the old processes and their placement group were gone
     limit_s: float
     streams: Mapping[str, int]  # how those that had begun ended: an error event, or (frozen late) done
+    whole: Mapping[str, int]  # how answers in one piece ended that had tokens
     late: Mapping[str, int]  # how those without a token ended
 
     @property
     def is_passed(self) -> bool:
         ended_well = all(name == "done" or name.startswith("stream_error") for name in self.streams)
         in_time = self.answering_s is not None and self.answering_s <= self.limit_s
-        return in_time and self.clean_s is not None and ended_well and set(self.late) <= {"done"}
+        is_complete = set(self.late) | set(self.whole) <= {"done"}
+        return in_time and self.clean_s is not None and ended_well and is_complete
 
 
 class PoolRanks:
@@ -187,34 +191,46 @@ async def _occupied_other_pool(url: str) -> AsyncIterator[None]:
 async def _run(fault: Fault, client: Client) -> FaultRun:
     ranks, groups = await asyncio.to_thread(PoolRanks), num_groups()
     async with asyncio.TaskGroup() as tasks:
+        whole = [_send(tasks, client, WHOLE_REQUEST, _WHOLE_PROMPTS) for _ in range(WHOLE)]
+        await asyncio.sleep(0.2)  # they are at the replica by now, and get their tokens before the streams do
         streams = [_send(tasks, client, STREAM) for _ in range(STREAMS)]
         await _until_streaming(streams)
         late = [_send(tasks, client, LATE_REQUEST) for _ in range(LATE)]
-        await asyncio.sleep(0.2)  # they are at the replica by now
-        began = sum(bool(record.event_times_s) for record in late)
+        await asyncio.sleep(0.2)
+        began = sum(bool(record.event_times_s) for record in late) + sum(record.ended_s > 0.0 for record in whole)
         await asyncio.to_thread(fault.strike, ranks, fault.rank)
         struck_s = time.perf_counter()
         answered_s = await _first_answer(client, ranks, fault)
         clean_s = await _until_clean(ranks, groups)
     if began:
-        raise UnavailableError(f"{began} of {LATE} late requests had a token before the fault: the machine is too fast")
+        raise UnavailableError(f"{began} requests were further than they should at the fault: the machine is too fast")
     return FaultRun(
         fault=fault.name,
         answering_s=None if answered_s is None else answered_s - struck_s,
         clean_s=None if clean_s is None else clean_s - struck_s,
         limit_s=fault.limit_s,
         streams=Counter(record.error or "done" for record in streams),
+        whole=Counter(record.error or _whole_end(record) for record in whole),
         late=Counter(record.error or "done" for record in late),
     )
 
 
-def _send(tasks: asyncio.TaskGroup, client: Client, planned: PlannedRequest) -> RequestRecord:
+_PROMPTS = PromptMaker(None, stream=True, seed=0)
+_WHOLE_PROMPTS = PromptMaker(None, stream=False, seed=1)
+
+
+def _send(
+    tasks: asyncio.TaskGroup, client: Client, planned: PlannedRequest, prompts: PromptMaker = _PROMPTS
+) -> RequestRecord:
     record = RequestRecord(planned)
-    tasks.create_task(client.send(_PROMPTS.body(planned), record, time.perf_counter()))
+    tasks.create_task(client.send(prompts.body(planned), record, time.perf_counter()))
     return record
 
 
-_PROMPTS = PromptMaker(None, stream=True, seed=0)
+def _whole_end(record: RequestRecord) -> str:
+    """Tokens of an attempt that was lost are not counted."""
+    expected = record.planned.output_tokens
+    return "done" if record.output_tokens == expected else f"{record.output_tokens} of {expected} tokens counted"
 
 
 async def _until_streaming(records: list[RequestRecord]) -> None:
@@ -261,5 +277,5 @@ async def _until_clean(ranks: PoolRanks, groups: int) -> float | None:
 def _line(run: FaultRun) -> str:
     answering = "no answer" if run.answering_s is None else f"answers after {run.answering_s:.1f} s"
     clean = "NOT clean" if run.clean_s is None else f"clean after {run.clean_s:.1f} s"
-    ends = f"streams {dict(run.streams)}, late requests {dict(run.late)}"
+    ends = f"streams {dict(run.streams)}, whole {dict(run.whole)}, late requests {dict(run.late)}"
     return f"{run.fault}: {answering} (limit {run.limit_s:g}), {clean}; {ends}: {'ok' if run.is_passed else 'FAILED'}"
