@@ -29,6 +29,7 @@ APP, POOL = "pools", "short"
 STREAMS = 3  # that have begun when the fault comes
 WHOLE = 2  # that have begun likewise, but are not streamed: they are made again
 LATE = 2  # whose prompts are still computed
+LOAD_ATTEMPTS = 10  # for a machine that stands still while this process would strike
 STREAM = PlannedRequest(0.0, 32, 1900)
 WHOLE_REQUEST = PlannedRequest(0.0, 32, 300)
 LATE_REQUEST = PlannedRequest(0.0, 1900, 16)
@@ -79,7 +80,7 @@ class PoolRanks:
         (self.replica,) = (name for name in names if name.startswith(f"SERVE_REPLICA::{APP}#{POOL}#"))
         ranks = sorted(name for name in names if name.startswith(f"{APP}:{POOL}:"))
         self.actors = [ray.get_actor(name, "serve") for name in (self.replica, *ranks)]
-        pids: list[int] = ray.get([actor.__ray_call__.remote(_pid) for actor in self.actors], timeout=30.0)
+        pids: list[int] = ray.get([actor.__ray_call__.remote(_pid) for actor in self.actors], timeout=60.0)
         self.processes = [psutil.Process(pid) for pid in pids]
 
     def is_replaced(self) -> bool:
@@ -122,7 +123,7 @@ def _freeze(ranks: PoolRanks, rank: int) -> None:
 
 
 def _raise_in_rank(ranks: PoolRanks, rank: int) -> None:
-    ray.get(ranks.actors[rank].__ray_call__.remote(raise_in_run), timeout=30.0)
+    ray.get(ranks.actors[rank].__ray_call__.remote(raise_in_run), timeout=60.0)
 
 
 def raise_in_run(_actor: object) -> None:
@@ -195,23 +196,33 @@ async def _run(fault: Fault, client: Client) -> FaultRun:
         await asyncio.sleep(0.2)  # they are at the replica by now, and get their tokens before the streams do
         streams = [_send(tasks, client, STREAM) for _ in range(STREAMS)]
         await _until_streaming(streams)
-        late = [_send(tasks, client, LATE_REQUEST) for _ in range(LATE)]
-        await asyncio.sleep(0.2)
-        began = sum(bool(record.event_times_s) for record in late) + sum(record.ended_s > 0.0 for record in whole)
+        late: list[RequestRecord] = []
+        for _ in range(LOAD_ATTEMPTS):
+            late += [_send(tasks, client, LATE_REQUEST) for _ in range(LATE)]
+            if all(record.ended_s for record in whole):
+                whole += [_send(tasks, client, WHOLE_REQUEST, _WHOLE_PROMPTS) for _ in range(WHOLE)]
+            await asyncio.sleep(0.2)
+            waiting = [record for record in late if not record.event_times_s]
+            is_loaded = bool(waiting) and not all(record.ended_s for record in whole)
+            if is_loaded:
+                break
         await asyncio.to_thread(fault.strike, ranks, fault.rank)
         struck_s = time.perf_counter()
         answered_s = await _first_answer(client, ranks, fault)
         clean_s = await _until_clean(ranks, groups)
-    if began:
-        raise UnavailableError(f"{began} requests were further than they should at the fault: the machine is too fast")
+    if not is_loaded:
+        raise UnavailableError("every request was further than it should at the fault: the machine is too fast")
+    # A first token that was on its way to this client when the fault came had been streamed.
+    waiting = [record for record in waiting if not (record.error and record.event_times_s)]
+    begun = [*streams, *(record for record in late if record not in waiting)]
     return FaultRun(
         fault=fault.name,
         answering_s=None if answered_s is None else answered_s - struck_s,
         clean_s=None if clean_s is None else clean_s - struck_s,
         limit_s=fault.limit_s,
-        streams=Counter(record.error or "done" for record in streams),
+        streams=Counter(record.error or "done" for record in begun),
         whole=Counter(record.error or _whole_end(record) for record in whole),
-        late=Counter(record.error or "done" for record in late),
+        late=Counter(record.error or "done" for record in waiting),
     )
 
 

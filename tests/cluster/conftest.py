@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -21,22 +23,46 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 150.0
+START_TIMEOUT_S = 200.0
+ANSWER_TIMEOUT_S = 120.0  # of any request: a busy machine is not what these tests look for
+REPORT_WAY_S = 3.0  # from a replica to the monitor and on to /metrics, in any case
+# Ray's workers take 10002-19999, LocalServer 23000-23999, ranks 24000-31999; Linux gives away what lies above.
+_PORTS = range(20000, 23000)
 ENV = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
 for _name in ("RAY_ADDRESS", "TRITON_INTERPRET"):
     ENV.pop(_name, None)
 
 
+class Scrape:
+    """What /metrics shows at one moment."""
+
+    def __init__(self, url: str) -> None:
+        response = httpx.get(f"{url}/metrics", timeout=ANSWER_TIMEOUT_S)
+        response.raise_for_status()
+        self._samples = [
+            sample for family in text_string_to_metric_families(response.text) for sample in family.samples
+        ]
+
+    def values(self, name: str, **labels: str) -> dict[str, float]:
+        """A metric by replica, over all series that carry these labels."""
+        found: dict[str, float] = {}
+        for sample in self._samples:
+            if sample.name == f"longspan:{name}" and labels.items() <= sample.labels.items():
+                replica = sample.labels.get("replica", "")
+                found[replica] = found.get(replica, 0.0) + sample.value
+        return found
+
+    def total(self, name: str, **labels: str) -> float:
+        return sum(self.values(name, **labels).values())
+
+    @property
+    def is_idle(self) -> bool:
+        return self.total("num_requests_running") + self.total("num_requests_waiting") == 0
+
+
 def metric(url: str, name: str, **labels: str) -> float:
     """The sum of a metric's samples over all series that carry these labels."""
-    response = httpx.get(f"{url}/metrics", timeout=10)
-    response.raise_for_status()
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(response.text)
-        for sample in family.samples
-        if sample.name == f"longspan:{name}" and labels.items() <= sample.labels.items()
-    )
+    return Scrape(url).total(name, **labels)
 
 
 @dataclass(frozen=True)
@@ -64,27 +90,42 @@ class Server:
         return metric(self.url, name, **labels)
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"did not become true within {timeout_s:g} s"
         time.sleep(0.1)
 
 
+def settle(url: str) -> Scrape:
+    """Wait until both pools are idle by reports made after this call, and counters stand still; what they show then."""
+    since_s = time.monotonic()
+    seen: list[Scrape] = []
+
+    def is_settled() -> bool:
+        seen[:] = [Scrape(url)]
+        ages = [seen[0].values("snapshot_age_seconds", pool=pool) for pool in ("short", "long")]
+        oldest_s = max(max(pool.values(), default=math.inf) for pool in ages)
+        return seen[0].is_idle and time.monotonic() - oldest_s > since_s + REPORT_WAY_S
+
+    eventually(is_settled)
+    return seen[0]
+
+
 def _free_ports(count: int) -> list[int]:
-    """Ports free now, outside the range Ray gives its workers."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for held in sockets:
-            held.bind(("127.0.0.1", 0))
-        return [held.getsockname()[1] for held in sockets]
-    finally:
-        for held in sockets:
-            held.close()
+    """Ports free now that nothing but a test asks for."""
+    free: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            free.append(port)
+        if len(free) == count:
+            return free
+    raise RuntimeError(f"no {count} free ports in {_PORTS.start}-{_PORTS.stop - 1}")
 
 
 def _run(command: list[str], env: dict[str, str]) -> None:
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -126,7 +167,13 @@ def _wait_until_up(url: str, head: subprocess.Popen[bytes], temp_dir: Path) -> N
             if httpx.get(url, timeout=5).status_code == 200:
                 return
         time.sleep(0.2)
-    pytest.fail(f"{url} did not answer within {START_TIMEOUT_S:.0f} s")
+    pytest.fail(f"{url} did not answer within {START_TIMEOUT_S:.0f} s: {_logged_errors(temp_dir)}")
+
+
+def _logged_errors(temp_dir: Path) -> str:
+    logs = [temp_dir / "head.log", *temp_dir.glob("session_latest/logs/serve/*.log")]
+    lines = [line for path in logs for line in path.read_text(errors="replace").splitlines() if "Error" in line]
+    return " | ".join(lines[-5:]) or "no error was logged"
 
 
 def _stop(head: subprocess.Popen[bytes], temp_dir: Path) -> None:

@@ -68,6 +68,8 @@ def _args() -> dict[str, Any]:
 
 
 def _lose_opposite_bundles(cluster: Cluster) -> NodeLossRun:
+    if _seconds_until_whole(2, set(), time.perf_counter()) is None:
+        raise RuntimeError("the two replicas did not come up")
     old = _groups()
     first, second = (group["bundles_to_node_id"] for group in old.values())
     lost = {first[0], second[1]}  # rank 0 of one replica, rank 1 of the other

@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 
-from tests.cluster.conftest import Server, eventually
+from tests.cluster.conftest import ANSWER_TIMEOUT_S, Server, eventually
 
-pytestmark = pytest.mark.timeout(300)  # the first test also starts the cluster
+pytestmark = pytest.mark.timeout(400)  # the first test also starts the cluster
 
 MODEL = "longspan-tiny"
 MESSAGES: Any = [{"role": "user", "content": "Tell me about the weather in the mountains."}]
@@ -20,12 +20,18 @@ MESSAGES: Any = [{"role": "user", "content": "Tell me about the weather in the m
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=ANSWER_TIMEOUT_S
+    ) as client:
         yield client
 
 
 def post(server: Server, path: str, **request: Any) -> httpx.Response:
-    return httpx.post(server.url + path, timeout=60, **request)
+    return httpx.post(server.url + path, timeout=ANSWER_TIMEOUT_S, **request)
+
+
+def get(server: Server, path: str, **request: Any) -> httpx.Response:
+    return httpx.get(server.url + path, timeout=ANSWER_TIMEOUT_S, **request)
 
 
 def complete(server: Server, **fields: Any) -> dict[str, Any]:
@@ -172,19 +178,19 @@ def test_bad_messages_through_the_client(client: openai.OpenAI) -> None:
 
 
 def test_other_routes(server: Server) -> None:
-    models = httpx.get(f"{server.url}/v1/models").json()
+    models = get(server, "/v1/models").json()
     assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [(MODEL, 16384)]
-    assert httpx.get(f"{server.url}/health").status_code == 200
-    version = httpx.get(f"{server.url}/version").json()
+    assert get(server, "/health").status_code == 200
+    version = get(server, "/version").json()
     assert version["versions"]["pools"]["model"] == MODEL and len(version["versions"]["pools"]["digest"]) >= 32
-    missing = httpx.get(f"{server.url}/v2/nothing")
+    missing = get(server, "/v2/nothing")
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
-    wrong = httpx.get(f"{server.url}/v1/completions")
+    wrong = get(server, "/v1/completions")
     assert wrong.status_code == 405 and wrong.json()["error"]["code"] == "method_not_allowed"
     assert "POST" in wrong.headers["allow"]
 
 
 def test_request_id_comes_back(server: Server) -> None:
-    sent = httpx.get(f"{server.url}/health", headers={"X-Request-Id": "abc-123"})
+    sent = get(server, "/health", headers={"X-Request-Id": "abc-123"})
     assert sent.headers.get_list("x-request-id") == ["abc-123"]
-    assert len(httpx.get(f"{server.url}/health").headers["x-request-id"]) >= 16
+    assert len(get(server, "/health").headers["x-request-id"]) >= 16

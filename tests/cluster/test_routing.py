@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from app.bench.affinity import burst
 from app.bench.client import Client, PromptMaker, RequestRecord
 from app.bench.replica_kill import kill_under_load
 from app.bench.traffic import PlannedRequest
-from tests.cluster.conftest import Server, eventually
+from tests.cluster.conftest import ANSWER_TIMEOUT_S, Scrape, Server, eventually
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 APP = "two-replicas"
 MAX_WAITING_SEQS = 8
+OUTPUT_TOKENS = 150  # long enough that a replica still has requests waiting when it is killed
 
 
 @pytest.fixture(scope="module")
@@ -50,31 +52,45 @@ def pools(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     url = f"{server.url}/{APP}"
     server.deploy(path)
     try:
-        eventually(lambda: num_replicas(server, url) == 2, timeout_s=120.0)
         yield url
     finally:
         server.deploy(server.config_file)
 
 
-def num_replicas(server: Server, url: str) -> int:
-    """Replicas of the short pool, if the router and its process list agree on their number."""
-    text = httpx.get(f"{url}/metrics", timeout=10).text
-    count = sum(line.startswith("longspan:num_blocks{") and 'pool="short"' in line for line in text.splitlines())
-    return count if count == len(server.replicas(APP, "short")) else -1
+def until_both_serve(server: Server, url: str) -> None:
+    """Wait for two idle replicas that the router sends to: it leaves one out that Serve does not yet send to."""
+
+    def served() -> dict[str, float]:
+        seen = Scrape(url)
+        counts = seen.values("request_success_total", pool="short")
+        return {replica: counts.get(replica, 0.0) for replica in seen.values("num_blocks", pool="short")}
+
+    def are_two() -> bool:
+        with suppress(httpx.HTTPError):  # the route is not there yet
+            return len(served()) == 2 == len(server.replicas(APP, "short"))
+        return False
+
+    def have_both_served() -> bool:
+        body = {"prompt": [7], "max_tokens": 1}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=ANSWER_TIMEOUT_S).raise_for_status()
+        now = served()
+        return len(now) == 2 and all(count > before.get(replica, 0.0) for replica, count in now.items())
+
+    eventually(are_two, timeout_s=150.0)
+    before = served()
+    eventually(have_both_served)
+    eventually(lambda: Scrape(url).is_idle)
 
 
-def num_retries(url: str) -> float:
-    lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("longspan:router_retries_total"))
-
-
-def test_a_burst_with_a_shared_prefix_spreads_and_hits(pools: str) -> None:
+def test_a_burst_with_a_shared_prefix_spreads_and_hits(server: Server, pools: str) -> None:
+    until_both_serve(server, pools)
     run = asyncio.run(burst(pools, "short", 2, seed=1, num_prompts=24))
     assert run.failed == 0
     assert run.max_over_mean <= 1.5 and run.cached_share >= 0.5, run
 
 
-def test_too_many_are_refused_and_the_others_finish(pools: str) -> None:
+def test_too_many_are_refused_and_the_others_finish(server: Server, pools: str) -> None:
+    until_both_serve(server, pools)
     planned = PlannedRequest(0.0, 64, 24)
 
     async def send(count: int) -> list[RequestRecord]:
@@ -89,37 +105,35 @@ def test_too_many_are_refused_and_the_others_finish(pools: str) -> None:
     assert set(ends) == {None, "http_429"} and room <= ends[None] < 60
     assert all(1.0 <= (record.retry_after_s or 0.0) <= 60.0 for record in records if record.error is not None)
     assert all(record.output_tokens == 24 for record in records if record.error is None)
-    # The queue is empty: as many go in as before.
+    # The queue is empty, and the router has heard of it: as many go in as before.
+    eventually(lambda: Scrape(pools).is_idle)
     assert Counter(record.error for record in asyncio.run(send(room - 4))) == {None: room - 4}
 
 
 def test_what_a_killed_replica_had_not_begun_goes_on_elsewhere(server: Server, pools: str) -> None:
+    until_both_serve(server, pools)
+    victim = server.replicas(APP, "short")[0]
     run = asyncio.run(
-        kill_under_load(
-            pools,
-            lambda: server.replicas(APP, "short")[0],
-            seed=3,
-            num_streams=12,
-            num_whole=4,
-            output_tokens=60,
-        )
+        kill_under_load(pools, lambda: victim, seed=3, num_streams=12, num_whole=4, output_tokens=OUTPUT_TOKENS)
     )
     assert run.is_passed, run
     assert run.begun.get("stream_error:unavailable", 0) + run.begun.get("done", 0) >= 3
-    eventually(lambda: num_retries(pools) >= 1)
-    eventually(lambda: num_replicas(server, pools) == 2, timeout_s=120.0)
+    eventually(lambda: Scrape(pools).total("router_retries_total") >= 1)
+    until_both_serve(server, pools)  # Serve has replaced it
 
 
 @pytest.mark.full
 def test_requests_wait_for_the_pools_replicas_to_come_back(server: Server, pools: str) -> None:
+    until_both_serve(server, pools)
+    first, second = server.replicas(APP, "short")
+
     def kill_both() -> Any:
-        first, second = server.replicas(APP, "short")
         first.kill()
         return second
 
-    eventually(lambda: num_replicas(server, pools) == 2, timeout_s=120.0)
-    # No more than one replica takes: the router may not know the second one yet.
-    run = asyncio.run(kill_under_load(pools, kill_both, seed=4, num_streams=9, num_whole=3, output_tokens=60))
+    run = asyncio.run(
+        kill_under_load(pools, kill_both, seed=4, num_streams=9, num_whole=3, output_tokens=OUTPUT_TOKENS)
+    )
     assert run.is_passed, run
     assert sum(run.not_begun.values()) + sum(run.whole.values()) > 0
-    eventually(lambda: num_replicas(server, pools) == 2, timeout_s=120.0)
+    until_both_serve(server, pools)

