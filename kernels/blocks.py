@@ -66,53 +66,22 @@ def gather_blocks(
         entry.check(cache)
     if not use_triton(cache, backend):
         return _gather_torch(cache, block_tables, context_lens, num_keys, entry)
-    if entry is not None:
-        return _gather_fp8(cache, block_tables, key_starts, num_keys, entry)
-    out = torch.empty(num_keys, cache.shape[2], dtype=cache.dtype, device=cache.device)
-    dim = cache.shape[2]
-    if num_keys and dim:
-        launch = tuning.find("gather_blocks", cache.device, row_bytes=dim * cache.element_size())
-        _gather_kernel[(triton.cdiv(num_keys, launch["tokens"]),)](
-            cache,
-            block_tables,
-            key_starts,
-            out,
-            num_keys,
-            block_tables.shape[0],
-            block_tables.stride(0),
-            BLOCK_SIZE=cache.shape[1],
-            DIM=dim,
-            BLOCK_DIM=triton.next_power_of_2(dim),
-            TOKENS=launch["tokens"],
-            num_warps=launch["num_warps"],
-        )
-    return out
-
-
-def _gather_fp8(
-    cache: torch.Tensor, block_tables: torch.Tensor, key_starts: torch.Tensor, num_keys: int, entry: Fp8Entry
-) -> torch.Tensor:
-    out = torch.empty(num_keys, entry.rank + entry.rope_dim, dtype=entry.dtype, device=cache.device)
-    if num_keys:
-        launch = tuning.find("gather_blocks", cache.device, row_bytes=entry.num_bytes)
+    width = cache.shape[2] if entry is None else entry.rank + entry.rope_dim
+    out = torch.empty(num_keys, width, dtype=cache.dtype if entry is None else entry.dtype, device=cache.device)
+    if not out.numel():
+        return out
+    launch = tuning.find("gather_blocks", cache.device, row_bytes=cache.shape[2] * cache.element_size())
+    grid = (triton.cdiv(num_keys, launch["tokens"]),)
+    operands = (block_tables, key_starts, out, num_keys, block_tables.shape[0], block_tables.stride(0))
+    options = {"BLOCK_SIZE": cache.shape[1], "TOKENS": launch["tokens"], "num_warps": launch["num_warps"]}
+    if entry is None:
+        _gather_kernel[grid](cache, *operands, DIM=width, BLOCK_DIM=triton.next_power_of_2(width), **options)
+    else:
         parts = entry.views(cache)
-        _gather_fp8_kernel[(triton.cdiv(num_keys, launch["tokens"]),)](
-            *parts,
-            block_tables,
-            key_starts,
-            out,
-            num_keys,
-            block_tables.shape[0],
-            block_tables.stride(0),
-            *(part.stride(1) for part in parts),
-            BLOCK_SIZE=cache.shape[1],
-            R=entry.rank,
-            P=entry.rope_dim,
-            BLOCK_R=triton.next_power_of_2(entry.rank),
-            BLOCK_P=triton.next_power_of_2(entry.rope_dim),
-            TOKENS=launch["tokens"],
-            num_warps=launch["num_warps"],
-        )
+        _gather_fp8_kernel[grid](
+            *parts, *operands, *(part.stride(1) for part in parts), R=entry.rank, P=entry.rope_dim,
+            BLOCK_R=triton.next_power_of_2(entry.rank), BLOCK_P=triton.next_power_of_2(entry.rope_dim), **options,
+        )  # fmt: skip
     return out
 
 

@@ -72,20 +72,6 @@ class Fp8Entry:
         latents, ropes, scales = self.views(cache)
         return torch.cat([(part.float() * scales.unsqueeze(-1)).to(self.dtype) for part in (latents, ropes)], dim=-1)
 
-    def unpack_used(
-        self, cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The blocks that some sequence holds, unpacked, and the tables as they number them.
-
-        cache [num_blocks, block_size, num_bytes], block_tables [B, max_blocks] int32, context_lens [B] tokens
-        """
-        num_used = -(-context_lens // cache.shape[1])
-        is_used = torch.arange(block_tables.shape[1], device=cache.device) < num_used.unsqueeze(1)
-        used, numbers = block_tables[is_used].unique(return_inverse=True)
-        tables = torch.zeros_like(block_tables)
-        tables[is_used] = numbers.to(tables.dtype)
-        return self.unpack(cache[used.long()] if len(used) else cache[:1]), tables
-
 
 def power_of_two_scale(largest: torch.Tensor) -> torch.Tensor:
     """The smallest power of two s with largest / s <= 448, fp32; of 0 the smallest normal one."""

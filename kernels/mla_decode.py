@@ -138,9 +138,7 @@ def mla_decode(
         )
     if isinstance(plan, TritonDecodePlan):
         return _decode_triton(q, cache, entry, block_tables, plan, scale, value_dim)
-    if entry is not None:
-        cache, block_tables = entry.unpack_used(cache, block_tables, context_lens)
-    return decode_cpu(q, cache, block_tables, context_lens, plan, scale, value_dim)
+    return decode_cpu(q, cache, entry, block_tables, context_lens, plan, scale, value_dim)
 
 
 def _decode_triton(
@@ -157,21 +155,19 @@ def _decode_triton(
     if out.numel() == 0:
         return out
     # In equal shares a program has at most two ends of rows.
-    num_programs = num_rows * plan.num_segments if plan.num_segments else plan.first_rows.shape[0]
-    num_entries = num_programs if plan.num_segments else 2 * num_programs
+    num_entries = plan.num_programs if plan.num_segments else 2 * plan.num_programs
     partial = torch.empty(num_entries, num_heads, value_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(num_entries, num_heads, dtype=torch.float32, device=q.device)
     heads = heads_per_program(num_heads)
-    work = (plan.row_sequences, plan.row_lens, plan.tile_starts, plan.first_rows)
     results = (out, partial, partial_lse)
     if mla_decode_hopper.supports(q, cache, value_dim):
-        mla_decode_hopper.launch(q, cache, block_tables, work, results, scale * _LOG2_E, heads, plan.num_segments)
+        mla_decode_hopper.launch(q, cache, block_tables, plan, results, scale * _LOG2_E, heads)
     else:
         launch = tuning.find("mla_decode", q.device, bits=8 * q.element_size(), num_heads=num_heads)
         parts = (cache, cache[..., value_dim:], cache) if entry is None else entry.views(cache)
-        _decode_kernel[(num_programs * triton.cdiv(num_heads, heads),)](
-            q, *parts, block_tables, *work, *results, scale * _LOG2_E,
-            num_rows, num_programs, block_tables.stride(0), q.stride(0), q.stride(1),
+        _decode_kernel[(plan.num_programs * triton.cdiv(num_heads, heads),)](
+            q, *parts, block_tables, *plan.work, *results, scale * _LOG2_E,
+            num_rows, plan.num_programs, block_tables.stride(0), q.stride(0), q.stride(1),
             NUM_HEADS=num_heads, VALUE_DIM=value_dim, ROPE_DIM=dim - value_dim,
             VALUE_STRIDE=parts[0].stride(1), ROPE_STRIDE=parts[1].stride(1), SCALE_STRIDE=parts[2].stride(1),
             IS_FP8=entry is not None, BLOCK_SIZE=cache.shape[1], PLAN_TILE=PLAN_TILE, TILE=launch["tile"],

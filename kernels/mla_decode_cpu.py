@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from kernels import native_attention, parallel
+from kernels.fp8_entry import Fp8Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ def plan_cpu(context_lens: torch.Tensor, query_starts: torch.Tensor | None) -> C
 def decode_cpu(
     q: torch.Tensor,
     cache: torch.Tensor,
+    entry: Fp8Entry | None,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     plan: CpuDecodePlan,
@@ -34,12 +36,9 @@ def decode_cpu(
     num_rows, num_heads, dim = q.shape
     block_size = cache.shape[1]
     if cache.dtype != torch.float32:
-        num_blocks = -(-context_lens // block_size)
-        is_used = torch.arange(block_tables.shape[1]) < num_blocks.unsqueeze(1)
-        cache = cache.index_select(0, block_tables[is_used].long()).float()
-        block_tables = torch.zeros_like(block_tables).masked_scatter_(
-            is_used, torch.arange(cache.shape[0], dtype=block_tables.dtype)
-        )
+        used, block_tables = used_blocks(block_tables, context_lens, block_size)
+        cache = cache.index_select(0, used)
+        cache = (cache if entry is None else entry.unpack(cache)).float()
     out = torch.empty(num_rows, num_heads, value_dim)
     arrays = (
         q.float().numpy(), cache.view(-1, dim).numpy(), block_tables.numpy(), block_size, context_lens.numpy(),
@@ -49,3 +48,12 @@ def decode_cpu(
     # The last rows of a prompt see the most keys: what comes first is best long.
     parallel.run([partial(native_attention.attend, *arrays, *rows) for rows in reversed(ranges)])
     return out.to(q.dtype)
+
+
+def used_blocks(
+    block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks that some sequence holds, each once [U], and block_tables [B, max_blocks] as they number them."""
+    is_used = torch.arange(block_tables.shape[1]) < -(-context_lens // block_size).unsqueeze(1)
+    used, numbers = block_tables[is_used].unique(return_inverse=True)
+    return used, torch.zeros_like(block_tables).masked_scatter_(is_used, numbers.to(block_tables.dtype))

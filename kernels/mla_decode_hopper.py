@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.fp8_entry import Fp8Entry
-from kernels.mla_decode_plan import MIN_SEGMENT_TILES
+from kernels.mla_decode_plan import MIN_SEGMENT_TILES, TritonDecodePlan
 
 TILE = 64  # keys: the M of the matrix unit's instruction
 _ROPE_DIM = 64
@@ -50,33 +50,27 @@ def launch(
     q: torch.Tensor,
     cache: torch.Tensor,
     block_tables: torch.Tensor,
-    work: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    plan: TritonDecodePlan,
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     scale: float,
     heads_per_program: int,
-    num_segments: int,
 ) -> None:
-    """Fill the rows of `results` (out, partial, partial_lse) that the plan's `work` deals out.
-
-    work:  row_sequences, row_lens, tile_starts, first_rows
-    scale: times log2(e)
-    """
+    """Fill the rows of `results` (out, partial, partial_lse) that the plan deals out; scale: times log2(e)."""
     num_rows, num_heads, dim = q.shape
     value_dim = dim - _ROPE_DIM
     num_groups = -(-num_heads // heads_per_program)
-    num_programs = num_rows * num_segments if num_segments else work[3].shape[0]
     if is_fp8 := cache.dtype == torch.uint8:
         values, ropes, scales = Fp8Entry(value_dim, _ROPE_DIM, q.dtype).views(cache.flatten(0, 1))
     else:
         values, ropes, scales = cache.flatten(0, 1), cache.flatten(0, 1)[:, value_dim:], cache
-    _decode_kernel[(num_programs * num_groups,)](
+    _decode_kernel[(plan.num_programs * num_groups,)](
         q, _rows(values, value_dim, _FP8_LAYOUT if is_fp8 else _CACHE_LAYOUT), _rows(ropes, _ROPE_DIM, _CACHE_LAYOUT),
-        scales, block_tables, *work, *results, scale,
-        num_rows, num_programs, block_tables.stride(0), q.stride(0), q.stride(1),
+        scales, block_tables, *plan.work, *results, scale,
+        num_rows, plan.num_programs, block_tables.stride(0), q.stride(0), q.stride(1),
         NUM_HEADS=num_heads, VALUE_DIM=value_dim, ROPE_DIM=_ROPE_DIM, BLOCK_SIZE=cache.shape[1],
         HEADS=heads_per_program, KEYS=TILE, KEY_AXIS=1 if heads_per_program == 64 else 0,
         IS_FP8=is_fp8, SCALE_STRIDE=scales.stride(0) if is_fp8 else 0, FP8_PART=_FP8_PART[heads_per_program],
-        SEGMENTS=num_segments, MIN_TILES=MIN_SEGMENT_TILES, launch_pdl=True,
+        SEGMENTS=plan.num_segments, MIN_TILES=MIN_SEGMENT_TILES, launch_pdl=True,
         num_warps=8 if heads_per_program == 64 else 4,
     )  # fmt: skip
 

@@ -17,7 +17,6 @@ def merge(plan: TritonDecodePlan, partial: torch.Tensor, partial_lse: torch.Tens
     shares a program has two entries, for a row that began before its share and one that goes on after it; else one.
     """
     num_rows, num_heads, value_dim = out.shape
-    num_programs = num_rows * plan.num_segments if plan.num_segments else plan.first_rows.shape[0]
     # Few rows may have many splits each: then the splits are loaded together, else the row's columns.
     splits, columns = (64, 64) if num_rows * num_heads <= 128 else (4, 512)
     if plan.num_segments:
@@ -29,7 +28,7 @@ def merge(plan: TritonDecodePlan, partial: torch.Tensor, partial_lse: torch.Tens
         plan.row_lens,
         out,
         num_rows,
-        num_programs,
+        plan.num_programs,
         NUM_HEADS=num_heads,
         VALUE_DIM=value_dim,
         SPLITS=splits,

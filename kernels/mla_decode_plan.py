@@ -31,6 +31,16 @@ class TritonDecodePlan:
     # Set where a row must be split by its own length alone: programs per row. Tiles form no line then.
     num_segments: int = 0
 
+    @property
+    def num_programs(self) -> int:
+        """That share the keys, for each group of heads."""
+        return len(self.row_lens) * self.num_segments if self.num_segments else len(self.first_rows)
+
+    @property
+    def work(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """In the order in which kernels take it."""
+        return self.row_sequences, self.row_lens, self.tile_starts, self.first_rows
+
 
 def heads_per_program(num_heads: int) -> int:
     return min(64, max(16, 1 << (num_heads - 1).bit_length()))

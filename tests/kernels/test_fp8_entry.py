@@ -76,14 +76,3 @@ def test_other_layouts_are_refused() -> None:
         entry.check(torch.zeros(2, 48))
     with pytest.raises(ValueError, match="whole words"):
         Fp8Entry(22, 8, torch.float16)
-
-
-def test_only_blocks_in_use_are_unpacked() -> None:
-    entry = Fp8Entry(8, 2, torch.float32)
-    cache = entry.pack(torch.randn(6, 4, 10, generator=generator("used")))
-    tables = torch.tensor([[5, 2, 2**30], [2, 2**30, 7]], dtype=torch.int32)
-    blocks, numbered = entry.unpack_used(cache, tables, torch.tensor([5, 1], dtype=torch.int32))
-    assert torch.equal(blocks, entry.unpack(cache)[[2, 5]])
-    assert numbered[0, :2].tolist() == [1, 0] and numbered[1, 0] == 0
-    blocks, numbered = entry.unpack_used(cache, tables, torch.zeros(2, dtype=torch.int32))
-    assert len(blocks) == 1 and not numbered.any()

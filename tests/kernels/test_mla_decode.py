@@ -9,6 +9,7 @@ import torch
 
 from kernels.fp8_entry import Fp8Entry
 from kernels.mla_decode import mla_decode, mla_decode_reference, plan_mla_decode
+from kernels.mla_decode_cpu import used_blocks
 from tests.kernels.cases import CUDA, TORCH, Target, assert_bitwise_equal, assert_close, generator
 
 # Relative error of the output. fp32 kernels accumulate in another order; in 16 bits the weights P are rounded as well.
@@ -123,31 +124,19 @@ def poisoned_fp8(case: Case, cache: torch.Tensor, dtype: torch.dtype) -> torch.T
     return packed
 
 
+def arguments(inputs: Inputs, case: Case) -> tuple[torch.Tensor | float, ...]:
+    """The positional ones of mla_decode and of its reference."""
+    return inputs.q, inputs.cache, inputs.block_tables, inputs.context_lens, case.scale, case.latent_dim
+
+
 def attend(inputs: Inputs, case: Case, target: Target) -> torch.Tensor:
-    return mla_decode(
-        inputs.q,
-        inputs.cache,
-        inputs.block_tables,
-        inputs.context_lens,
-        case.scale,
-        case.latent_dim,
-        query_starts=inputs.query_starts,
-        backend=target.backend,
-    )
+    return mla_decode(*arguments(inputs, case), query_starts=inputs.query_starts, backend=target.backend)
 
 
 def check(case: Case, target: Target, dtype: torch.dtype) -> None:
     inputs = build(case, target, dtype)
     out = attend(inputs, case, target)
-    expected = mla_decode_reference(
-        inputs.q,
-        inputs.cache,
-        inputs.block_tables,
-        inputs.context_lens,
-        case.scale,
-        case.latent_dim,
-        query_starts=inputs.query_starts,
-    )
+    expected = mla_decode_reference(*arguments(inputs, case), query_starts=inputs.query_starts)
     assert out.dtype == dtype
     assert_close(out, expected, TOLERANCE.get(dtype, case.fp32_tolerance))
     empty_rows = expected.abs().sum(dim=(1, 2)) == 0
@@ -192,9 +181,7 @@ def test_a_captured_graph_follows_lengths_and_tables() -> None:
         plan = plan_mla_decode(
             inputs.block_tables, inputs.context_lens, num_queries=len(inputs.q), num_heads=case.num_heads, block_size=64
         )
-        return mla_decode(
-            inputs.q, inputs.cache, inputs.block_tables, inputs.context_lens, case.scale, case.latent_dim, plan=plan
-        )
+        return mla_decode(*arguments(inputs, case), plan=plan)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -203,9 +190,7 @@ def test_a_captured_graph_follows_lengths_and_tables() -> None:
     inputs.context_lens.copy_(torch.tensor([700, 1, 0, 0, 60, 2, 2048], dtype=torch.int32))
     inputs.block_tables[0, :12] = inputs.block_tables[6, :12].clone()
     graph.replay()
-    expected = mla_decode_reference(
-        inputs.q, inputs.cache, inputs.block_tables, inputs.context_lens, case.scale, case.latent_dim
-    )
+    expected = mla_decode_reference(*arguments(inputs, case))
     assert_close(out, expected, TOLERANCE[torch.bfloat16])
 
 
@@ -255,6 +240,15 @@ def test_rows_do_not_depend_on_batch_chunk_or_place() -> None:
         lens = torch.tensor([length, 77], dtype=torch.int32)
         pair = mla_decode(torch.stack([q[-1], other_q[0]]), cache, tables, lens, 0.3, latent)
         assert_bitwise_equal(pair[:1], expected[-1:])
+
+
+def test_blocks_in_use_are_found_once_and_renumbered() -> None:
+    tables = torch.tensor([[5, 2, 2**30], [2, 2**30, 7]], dtype=torch.int32)
+    used, numbered = used_blocks(tables, torch.tensor([5, 1], dtype=torch.int32), 4)
+    assert used.tolist() == [2, 5]
+    assert numbered[0, :2].tolist() == [1, 0] and numbered[1, 0] == 0
+    used, numbered = used_blocks(tables, torch.zeros(2, dtype=torch.int32), 4)
+    assert not len(used) and not numbered.any()
 
 
 def test_refuses_wrong_arguments() -> None:

@@ -85,15 +85,15 @@ def build(case: Case, target: Target, dtype: torch.dtype) -> Inputs:
     )
 
 
+def arguments(inputs: Inputs, case: Case) -> tuple[torch.Tensor | float, ...]:
+    """The positional ones of mla_prefill and of its reference."""
+    k_nope, v = inputs.kv.split([case.nope_dim, case.value_dim], dim=-1)
+    return inputs.q, k_nope, inputs.k_rope, v, inputs.query_starts, inputs.key_starts, case.scale
+
+
 def attend(inputs: Inputs, case: Case, target: Target) -> torch.Tensor:
     return mla_prefill(
-        inputs.q,
-        inputs.kv[..., : case.nope_dim],
-        inputs.k_rope,
-        inputs.kv[..., case.nope_dim :],
-        inputs.query_starts,
-        inputs.key_starts,
-        case.scale,
+        *arguments(inputs, case),
         max_query_len=max(case.query_lens, default=0),
         max_key_len=max(case.key_lens, default=0),
         backend=target.backend,
@@ -103,15 +103,7 @@ def attend(inputs: Inputs, case: Case, target: Target) -> torch.Tensor:
 def check(case: Case, target: Target, dtype: torch.dtype) -> None:
     inputs = build(case, target, dtype)
     out = attend(inputs, case, target)
-    expected = mla_prefill_reference(
-        inputs.q,
-        inputs.kv[..., : case.nope_dim],
-        inputs.k_rope,
-        inputs.kv[..., case.nope_dim :],
-        inputs.query_starts,
-        inputs.key_starts,
-        case.scale,
-    )
+    expected = mla_prefill_reference(*arguments(inputs, case))
     assert out.dtype == dtype
     assert_close(out, expected, TOLERANCE.get(dtype, case.fp32_tolerance))
     empty_rows = expected.abs().sum(dim=(1, 2)) == 0
