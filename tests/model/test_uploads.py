@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -64,7 +63,7 @@ def test_a_file_that_ends_early(tensors: dict[str, torch.Tensor], path: Path) ->
 
 def test_reads_overlap_and_the_first_error_ends_the_wait() -> None:
     uploader = Uploader(2)
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=60)
     uploader.submit(lambda: [both.wait(), None][1])
     uploader.submit(lambda: [both.wait(), None][1])
     uploader.flush()  # one thread alone would break the barrier
@@ -73,13 +72,15 @@ def test_reads_overlap_and_the_first_error_ends_the_wait() -> None:
         raise OSError("gone")
 
     ran: list[int] = []
+    released = threading.Event()
     uploader.submit(fail)
     for index in range(50):
-        uploader.submit(lambda index=index: [time.sleep(0.01), ran.append(index)][1])
+        uploader.submit(lambda index=index: [released.wait(60), ran.append(index)][1])
     with pytest.raises(OSError, match="gone"):
         uploader.flush()
+    released.set()
     uploader.close()
-    assert len(ran) < 50
+    assert len(ran) <= 2  # those the threads had begun
     uploader.flush()
 
 
