@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -15,3 +16,9 @@ settings.load_profile("longspan")
 # tensors take the torch path unless a test forces the Triton backend, so it changes nothing for the other tests.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Whatever ran before."""
+    torch.manual_seed(0)

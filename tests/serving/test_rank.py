@@ -28,7 +28,7 @@ def test_the_meeting_point_is_free_and_out_of_the_way_of_others(monkeypatch: pyt
     assert address == "127.0.0.1" and int(port) in PORTS
     with socket.socket() as held:
         held.bind(("127.0.0.1", int(port)))
-        monkeypatch.setattr(module.random, "sample", lambda *_: [int(port), int(port) + 1])
+        monkeypatch.setattr(module.random, "sample", lambda *_: [int(port), *PORTS])
         assert not meeting_point().endswith(f":{port}")
 
 
