@@ -187,7 +187,7 @@ def _stop(head: subprocess.Popen[bytes], temp_dir: Path) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     head.kill()
-    head.wait(10)
+    head.wait(60)
     psutil.wait_procs(alive, timeout=5)
 
 

@@ -124,7 +124,7 @@ async def test_the_monitor_hands_on_settings_demand_and_decisions(monkeypatch: p
     monitor = Monitor()
     await monitor.reconfigure(SETTINGS.model_dump())
     router = RouterReport("r", {"long": PoolTraffic(router_requests_held=2)})
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         while (snapshot := await monitor.exchange(router)).decisions != {"long": ASLEEP}:
             await asyncio.sleep(0.001)
     assert set(snapshot.starts) == {"short", "long"}
