@@ -13,7 +13,7 @@ from app.bench.traffic import PlannedRequest
 PROMPTS = 64
 SHARED_TOKENS = 512
 PLANNED = PlannedRequest(0.0, SHARED_TOKENS + 32, 8)
-REPORT_TIMEOUT_S = 15.0  # until /metrics shows what has happened: replicas report each second, routers ask likewise
+REPORT_TIMEOUT_S = 60.0  # until /metrics shows what has happened: replicas report each second, routers ask likewise
 
 
 @dataclass(frozen=True, slots=True)
