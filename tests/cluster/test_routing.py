@@ -31,7 +31,9 @@ def pools(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """The URL of a second router with pools of its own, beside what the cluster serves already."""
     engine = {"device": "cpu", "num_threads": 1, "max_model_len": 4096, "max_num_seqs": 4}
     short: dict[str, Any] = {"num_cpus": 0.1, "num_replicas": 2, "engine": engine}
-    settings = {"short": {"max_waiting_seqs": MAX_WAITING_SEQS}, "spills": False}
+    # Tokens that wait, and replicas that start, may take a busy machine long: only the number bounds what is let in.
+    bounds = {"max_waiting_seqs": MAX_WAITING_SEQS, "max_ttft_s": 600.0}
+    settings = {"short": bounds, "spills": False, "max_hold_s": 140.0}
     config = yaml.safe_load(server.config_file.read_text())
     config["applications"] += [
         {
