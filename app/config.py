@@ -90,7 +90,8 @@ class ParallelConfig(FrozenModel):
     # Ray's node labels a bundle needs: one selector for all bundles, or one for each
     bundle_labels: tuple[dict[str, str], ...] = ()
     expert_placement: str | None = None  # a file of `longspan bench --expert-load`; None: experts spread evenly
-    collective_timeout_s: PositiveFloat = 30.0  # a collective that takes longer counts as a dead rank
+    # a collective that takes longer counts as a dead rank, and so does a rank silent for as long, while loading too
+    collective_timeout_s: PositiveFloat = 30.0
 
     @model_validator(mode="after")
     def _labels_match_bundles(self) -> Self:

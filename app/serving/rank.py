@@ -7,6 +7,8 @@ import os
 import random
 import socket
 import threading
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve")
 
 SERVE_NAMESPACE = "serve"
+WATCH_PERIOD_S = 0.5
+REPLICA_PATIENCE = 2  # of the collective timeout: rank 0 itself finds another rank that is frozen after one
 EXIT_DELAY_S = 2.0  # of a rank that failed, whose replica may be frozen
 # Between the ports Ray gives its workers and those Linux gives outgoing connections.
 PORTS = range(24_000, 32_000)
@@ -40,6 +44,11 @@ class RankProcess:
 
 class Rank:
     """The actor class of ranks 1 and up. `run` takes one of its two threads, the other answers."""
+
+    def __init__(self, replica: Any, timeout_s: float) -> None:
+        """replica: the actor whose process is rank 0, which may be silent for `timeout_s` while it loads"""
+        self._replica, self._timeout_s = replica, timeout_s
+        self._is_loading, self._asked_s = False, 0.0
 
     def prepare(self) -> RankProcess:
         """Import what `run` needs, so that all ranks then join the process group at about the same time."""
@@ -64,8 +73,41 @@ class Rank:
             timer.start()
             raise
 
-    def ping(self) -> None:
-        """An answer says that the process is scheduled."""
+    def ping(self, *, is_loading: bool = False) -> None:
+        """An answer says that the process is scheduled; the question says so of rank 0's."""
+        was_loading, self._is_loading, self._asked_s = self._is_loading, is_loading, time.monotonic()
+        if is_loading and not was_loading:
+            threading.Thread(target=self._watch_replica, name="longspan-watch", daemon=True).start()
+
+    def _watch_replica(self) -> None:
+        """Serve asks for a replica's health only once it has started: until then a frozen one is for us to end."""
+        while self._is_loading:
+            time.sleep(WATCH_PERIOD_S)
+            if self._is_loading and time.monotonic() - self._asked_s > self._timeout_s:
+                logger.error("rank 0 has asked for nothing for %g s while loading: it is killed", self._timeout_s)
+                ray.kill(self._replica)  # Ray ends this process then
+
+
+class Pulse:
+    """Whether ranks that load are alive: from its first answer on, each must answer within the timeout.
+
+    Compiling and reading leave the interpreter to others now and then: an answer takes a second at most.
+    """
+
+    def __init__(self, actors: Sequence[Any], timeout_s: float) -> None:
+        self._actors, self._timeout_s = actors, timeout_s
+        self._pings = [actor.ping.remote(is_loading=True) for actor in actors]
+        self._heard_s: list[float | None] = [None] * len(actors)
+
+    def check(self) -> None:
+        """Raises EngineError that names a rank without a pulse. The answer of one that ended is its call's error."""
+        now = time.monotonic()
+        answered, _ = ray.wait(self._pings, num_returns=len(self._pings), timeout=0)
+        for index, (actor, ping, heard_s) in enumerate(zip(self._actors, self._pings, self._heard_s, strict=True)):
+            if ping in answered:
+                self._pings[index], self._heard_s[index] = actor.ping.remote(is_loading=True), now
+            elif heard_s is not None and now - heard_s > self._timeout_s:
+                raise EngineError(f"rank {index + 1} has not answered for {self._timeout_s:g} s while loading")
 
 
 def start_rank(name: str, rank: int, config: PoolConfig, group: PlacementGroup) -> Any:
@@ -81,7 +123,7 @@ def start_rank(name: str, rank: int, config: PoolConfig, group: PlacementGroup) 
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=rank // config.parallel.ranks_per_bundle
         ),
-    ).remote()
+    ).remote(ray.get_runtime_context().current_actor, REPLICA_PATIENCE * config.parallel.collective_timeout_s)
 
 
 def rank_places(parallel: ParallelConfig, init_method: str) -> list[RankPlace]:

@@ -26,7 +26,7 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from app.config import EngineConfig, ModelSource, PoolConfig
 from app.errors import EngineError, LongspanError
-from app.serving.rank import RankProcess, meeting_point, rank_places, start_rank, talk_over_own_interface
+from app.serving.rank import Pulse, RankProcess, meeting_point, rank_places, start_rank, talk_over_own_interface
 from app.serving.streaming import Pacer
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve")
 
 START_TIMEOUT_S = 120.0  # for the actors' processes, and their imports
-LOADING_SILENCE_S = 60.0  # a rank that compiles or reads may hold its interpreter for long
+POLL_S = 0.1  # while ranks load
 PING_PERIOD_S = 1.0
 LEAVE_TIMEOUT_S = 2.0  # for open streams to end with an error
 FLUSH_S = 0.3  # for their last items to leave the process
@@ -70,7 +70,8 @@ class Shards:
         from app.engine.loading import load_engine
 
         talk_over_own_interface()
-        self._wait_until_prepared()
+        pulse = Pulse(self._actors, self._parallel.collective_timeout_s)
+        self._wait_until_prepared(pulse)
         places = rank_places(self._parallel, meeting_point())
         self._runs = [
             actor.run.remote(source, config, place) for actor, place in zip(self._actors, places[1:], strict=True)
@@ -85,31 +86,28 @@ class Shards:
 
         # In a thread of its own: when another rank fails, this one may be stuck in a collective.
         threading.Thread(target=load_rank_0, name="longspan-load", daemon=True).start()
-        pings, heard_s = self._ping_all(), time.monotonic()
         while not loading.done():
-            self._raise_if_ended(timeout_s=0.1)
-            _, silent = ray.wait(pings, num_returns=len(pings), timeout=0)
-            if not silent:
-                pings, heard_s = self._ping_all(), time.monotonic()
-            elif time.monotonic() - heard_s > LOADING_SILENCE_S:
-                rank = pings.index(silent[0]) + 1
-                raise EngineError(f"rank {rank} has not answered for {LOADING_SILENCE_S:g} s while loading")
+            self._raise_if_ended(timeout_s=POLL_S)
+            pulse.check()
         if isinstance(loading.exception(), EngineError):
             # A collective that failed: the rank whose fault it was says more.
             self._raise_if_ended(timeout_s=1.0)
         return loading.result()
 
-    def _wait_until_prepared(self) -> None:
-        try:
-            self._processes = ray.get(self._prepared, timeout=START_TIMEOUT_S)
-        except RayError as error:
-            raise EngineError(f"the other ranks did not start: {_reason(error)}") from None
+    def _wait_until_prepared(self, pulse: Pulse) -> None:
+        deadline_s, pending = time.monotonic() + START_TIMEOUT_S, self._prepared
+        while pending:
+            ended, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
+            for call in ended:
+                if (error := _error_of(call)) is not None:
+                    raise EngineError(f"rank {self._prepared.index(call) + 1} {_reason(error)} while it started")
+            if pending and time.monotonic() > deadline_s:
+                raise EngineError(f"the other ranks did not start within {START_TIMEOUT_S:g} s")
+            pulse.check()
+        self._processes = ray.get(self._prepared)
         logger.info(
             "ranks 1 to %d run as processes %s", len(self._actors), ", ".join(str(each.pid) for each in self._processes)
         )
-
-    def _ping_all(self) -> list[Any]:
-        return [actor.ping.remote() for actor in self._actors]
 
     def _raise_if_ended(self, timeout_s: float) -> None:
         ended, _ = ray.wait(self._runs, timeout=timeout_s)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +19,14 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from app.config import EngineConfig, ModelSource, ParallelConfig
 from app.engine import loading
 from app.errors import CheckpointError, EngineError, RankLostError
+from app.serving import rank as rank_module
 from app.serving import shards as module
-from app.serving.rank import RankProcess
+from app.serving.rank import Rank, RankProcess
 from app.serving.shards import Shards
 from app.serving.streaming import Pacer
 
 TIMEOUT_S = 0.4
+Loads = Callable[[Callable[[], None]], None]
 WAIT_S = 30.0  # on a busy machine
 
 
@@ -48,7 +50,7 @@ class Actor:
         self.run = SimpleNamespace(remote=lambda *_: self.running)
         self.running = Call()
 
-    def _ping(self) -> Call:
+    def _ping(self, *, is_loading: bool = False) -> Call:
         call = Call()
         self.num_pings += 1
         if not self.is_frozen:
@@ -77,8 +79,8 @@ class Ray:
     def kill(self, actor: Actor) -> None:
         self.killed.append(actor)
 
-    def get(self, call: Call | list[RankProcess], timeout: float = 0.0) -> Any:
-        return call.result.result(timeout) if isinstance(call, Call) else call
+    def get(self, call: Call | list[Call]) -> Any:
+        return call.result.result(0) if isinstance(call, Call) else [one.result.result(0) for one in call]
 
     def wait(self, calls: list[Call], timeout: float, num_returns: int = 1) -> tuple[list[Call], list[Call]]:
         time.sleep(timeout / 10)
@@ -93,6 +95,7 @@ class Ray:
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     ray = Ray()
     monkeypatch.setattr(module, "ray", ray)
+    monkeypatch.setattr(rank_module, "ray", ray)
     return ray
 
 
@@ -101,7 +104,9 @@ def shards_of(*actors: Actor, processes: list[RankProcess] | None = None) -> Any
     shards: Any = Shards.__new__(Shards)
     shards._parallel = ParallelConfig(tensor=len(actors) + 1, collective_timeout_s=TIMEOUT_S)
     shards._actors, shards._runs = list(actors), [actor.running for actor in actors]
-    shards._prepared, shards._processes, shards._guard = list(processes or ()), list(processes or ()), None
+    shards._prepared, shards._processes, shards._guard = [Call() for _ in actors], list(processes or ()), None
+    for prepared in shards._prepared:
+        prepared.result.set_result(RankProcess("there", 0))
     return shards
 
 
@@ -197,35 +202,90 @@ def test_a_stopped_process_of_this_node_is_killed(ray: Ray, stopped: subprocess.
     assert stopped.wait(WAIT_S) == -signal.SIGKILL
 
 
-def test_a_rank_that_cannot_load_ends_the_start_with_its_own_error(monkeypatch: pytest.MonkeyPatch, ray: Ray) -> None:
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch, ray: Ray) -> Loads:
+    """Called with what rank 0 does while it loads."""
+    monkeypatch.setattr(module, "talk_over_own_interface", lambda: None)
+    monkeypatch.setattr(module, "meeting_point", lambda: "tcp://127.0.0.1:1")
+    return lambda load: monkeypatch.setattr(loading, "load_engine", lambda *_: load())
+
+
+def test_a_rank_that_cannot_load_ends_the_start_with_its_own_error(ray: Ray, loads: Loads) -> None:
     actor = Actor()
 
-    def load_engine(*_: object) -> None:
+    def load() -> None:
         actor.running.result.set_exception(task_error(CheckpointError("is too short", file="model.safetensors")))
         time.sleep(0.1)
         raise RankLostError("connection closed by peer")
 
-    monkeypatch.setattr(loading, "load_engine", load_engine)
-    monkeypatch.setattr(module, "talk_over_own_interface", lambda: None)
-    monkeypatch.setattr(module, "meeting_point", lambda: "tcp://127.0.0.1:1")
+    loads(load)
     with pytest.raises(CheckpointError, match="is too short"):
         shards_of(actor).load(ModelSource(), EngineConfig())
     assert ray.killed == [actor]
 
 
-def test_a_rank_that_freezes_while_loading_ends_the_start(monkeypatch: pytest.MonkeyPatch, ray: Ray) -> None:
+def test_a_rank_that_freezes_while_loading_ends_the_start(ray: Ray, loads: Loads) -> None:
     actors = [Actor(), Actor()]
     released = threading.Event()
 
-    def load_engine(*_: object) -> None:
+    def load() -> None:
+        time.sleep(2 * TIMEOUT_S)  # that long it answers
         actors[1].is_frozen = True
         released.wait(30)
 
-    monkeypatch.setattr(loading, "load_engine", load_engine)
-    monkeypatch.setattr(module, "talk_over_own_interface", lambda: None)
-    monkeypatch.setattr(module, "meeting_point", lambda: "tcp://127.0.0.1:1")
-    monkeypatch.setattr(module, "LOADING_SILENCE_S", 0.2)
-    with pytest.raises(EngineError, match=r"rank 2 has not answered for 0\.2 s while loading"):
+    loads(load)
+    start_s = time.monotonic()
+    with pytest.raises(EngineError, match=rf"rank 2 has not answered for {TIMEOUT_S:g} s while loading"):
+        shards_of(*actors).load(ModelSource(), EngineConfig())
+    released.set()
+    assert time.monotonic() - start_s >= 3 * TIMEOUT_S
+    assert ray.killed == actors and actors[0].num_pings > 2
+
+
+def test_a_rank_that_dies_while_loading_ends_the_start_at_once(ray: Ray, loads: Loads) -> None:
+    actors = [Actor(), Actor()]
+    released = threading.Event()
+
+    def load() -> None:
+        actors[1].running.result.set_exception(ActorDiedError())
+        released.wait(30)
+
+    loads(load)
+    with pytest.raises(EngineError, match="rank 2 was lost: ActorDiedError while loading"):
         shards_of(*actors).load(ModelSource(), EngineConfig())
     released.set()
     assert ray.killed == actors
+
+
+def test_a_rank_that_freezes_or_dies_before_it_loads_ends_the_start(ray: Ray, loads: Loads) -> None:
+    loads(lambda: None)
+    slow, frozen = shards_of(Actor()), shards_of(Actor(), Actor())
+    slow._prepared[0] = Call()
+    threading.Timer(3 * TIMEOUT_S, slow._prepared[0].result.set_result, (RankProcess("there", 0),)).start()
+    slow.load(ModelSource(), EngineConfig())  # whoever answers may take its time
+    frozen._prepared[1] = Call()
+    threading.Timer(TIMEOUT_S, lambda: setattr(frozen._actors[1], "is_frozen", True)).start()
+    with pytest.raises(EngineError, match="rank 2 has not answered"):
+        frozen.load(ModelSource(), EngineConfig())
+    frozen._prepared[1].result.set_exception(ActorDiedError())
+    with pytest.raises(EngineError, match="rank 2 was lost: ActorDiedError while it started"):
+        frozen.load(ModelSource(), EngineConfig())
+
+
+def test_a_replica_that_freezes_while_loading_is_ended_by_its_ranks(monkeypatch: pytest.MonkeyPatch, ray: Ray) -> None:
+    monkeypatch.setattr(rank_module, "WATCH_PERIOD_S", 0.01)
+    replica: Any = Actor()
+    rank = Rank(replica, TIMEOUT_S)
+    for _ in range(10):
+        rank.ping(is_loading=True)
+        time.sleep(TIMEOUT_S / 5)
+    rank.ping()
+    time.sleep(2 * TIMEOUT_S)  # Serve asks for its health now
+    assert not ray.killed
+    rank.ping(is_loading=True)
+    asked_s = time.monotonic()
+    while not ray.killed:
+        assert time.monotonic() - asked_s < 30.0
+        time.sleep(0.01)
+    assert ray.killed[0] is replica and time.monotonic() - asked_s >= TIMEOUT_S
+    rank.ping()
