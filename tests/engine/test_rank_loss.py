@@ -18,7 +18,7 @@ from tests.checkpoints import save_random_checkpoint
 from tests.engine.sharded import engine_config, greedy, prompt_of, sharded_engine
 
 TIMEOUT_S = 4.0
-SLACK_S = 20.0  # of a busy machine
+SLACK_S = 60.0  # of a busy machine
 
 
 @pytest.fixture
