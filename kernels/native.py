@@ -28,7 +28,8 @@ else:
 
 Array = npt.NDArray[Any]
 
-_f32 = np.float32
+LOG2_E = np.float32(1.4426950408889634)
+_f32, _i32 = np.float32, np.int32
 
 
 def _digest_of_sources() -> str:
@@ -65,6 +66,22 @@ def compiling() -> Iterator[None]:
 
 def can_run(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+
+
+@compiled
+def exp2_parts(power: float) -> Any:
+    """2^power as fraction * 2^n: (fraction, the bits of 2^n as fp32), for power in [-126, 126].
+
+    fraction = p(power - n), power - n in [-1/2, 1/2], p of degree 6: relative error below 1e-6.
+    """
+    whole = np.floor(power + _f32(0.5))
+    f = power - whole
+    p = _f32(1.5403530e-4) * f + _f32(1.3333558e-3)
+    p = p * f + _f32(9.6181291e-3)
+    p = p * f + _f32(5.5504109e-2)
+    p = p * f + _f32(2.4022651e-1)
+    p = p * f + _f32(6.9314718e-1)
+    return p * f + _f32(1.0), (_i32(whole) + _i32(127)) << _i32(23)
 
 
 @compiled

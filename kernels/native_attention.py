@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.native import Array, compiled
+from kernels.native import LOG2_E, Array, compiled, exp2_parts
 
 try:
     from kernels.native_vectors import HEAD_TILE, KEY_TILE, LANES, VALUE_TILE, score_tile, value_tile
@@ -33,7 +33,6 @@ def soften(scores: Array, count: int, scale: float, largest: Array, total: Array
     """A step of the running softmax of each head: scores [H, TILE] become weights, 0 from `count` on.
 
     largest, total: of the scores and the weights so far, brought up to date; decay: what earlier weights shrink by.
-    exp by 2^n * p(f), f in [-1/2, 1/2], p of degree 6: relative error below 1e-6.
     """
     fraction, exponent = np.empty(TILE, _f32), np.empty(TILE, _i32)
     lanes = np.empty(LANES, _f32)
@@ -46,16 +45,8 @@ def soften(scores: Array, count: int, scale: float, largest: Array, total: Array
         decay[h] = np.exp(largest[h] - maximum)
         largest[h] = maximum
         for j in range(TILE):
-            power = max((row[j] - maximum) * _f32(1.4426950408889634), _f32(-126.0))
-            whole = np.floor(power + _f32(0.5))
-            f = power - whole
-            p = _f32(1.5403530e-4) * f + _f32(1.3333558e-3)
-            p = p * f + _f32(9.6181291e-3)
-            p = p * f + _f32(5.5504109e-2)
-            p = p * f + _f32(2.4022651e-1)
-            p = p * f + _f32(6.9314718e-1)
-            fraction[j] = p * f + _f32(1.0)
-            exponent[j] = (_i32(whole) + _i32(127)) << _i32(23)
+            power = max((row[j] - maximum) * LOG2_E, _f32(-126.0))
+            fraction[j], exponent[j] = exp2_parts(power)
         factors = exponent.view(_f32)
         for j in range(TILE):
             row[j] = fraction[j] * factors[j] if j < count else _f32(0.0)

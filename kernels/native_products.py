@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kernels import parallel
-from kernels.native import Array, compiled
+from kernels.native import LOG2_E, Array, compiled, exp2_parts
 
 try:
     from kernels.native_vectors import LANES, PANEL, ROW_TILE, multiply_tile
@@ -131,25 +131,14 @@ def project(x: Array, panels: Array, out: Array, num_outputs: int, first_head: i
 
 @compiled
 def silu_and_mul(gate_up: Array, out: Array) -> None:
-    """out [N, I] = silu of the first half of each row of gate_up [N, 2I] times its second half.
-
-    exp by 2^n * p(f), f in [-1/2, 1/2], p of degree 6: relative error below 1e-6.
-    """
+    """out [N, I] = silu of the first half of each row of gate_up [N, 2I] times its second half."""
     inter = out.shape[1]
     fraction, exponent = np.empty(inter, _f32), np.empty(inter, _i32)
     for r in range(out.shape[0]):
         gate, up = gate_up[r, :inter], gate_up[r, inter:]
         for i in range(inter):
-            power = min(max(-gate[i] * _f32(1.4426950408889634), _f32(-126.0)), _f32(126.0))
-            whole = np.floor(power + _f32(0.5))
-            f = power - whole
-            p = _f32(1.5403530e-4) * f + _f32(1.3333558e-3)
-            p = p * f + _f32(9.6181291e-3)
-            p = p * f + _f32(5.5504109e-2)
-            p = p * f + _f32(2.4022651e-1)
-            p = p * f + _f32(6.9314718e-1)
-            fraction[i] = p * f + _f32(1.0)
-            exponent[i] = (_i32(whole) + _i32(127)) << _i32(23)
+            power = min(max(-gate[i] * LOG2_E, _f32(-126.0)), _f32(126.0))
+            fraction[i], exponent[i] = exp2_parts(power)
         scale = exponent.view(_f32)
         for i in range(inter):
             out[r, i] = gate[i] / (_f32(1.0) + fraction[i] * scale[i]) * up[i]
