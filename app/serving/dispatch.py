@@ -16,7 +16,7 @@ from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, replace
 
 from app.config import RouterSettings
-from app.errors import OverloadedError, ReplicaLostError, UnavailableError
+from app.errors import DeadlineExceededError, OverloadedError, ReplicaLostError, UnavailableError
 from app.protocol import GenerateRequest, TokenChunk
 from app.serving.admission import check_queue
 from app.serving.board import PoolDecision
@@ -31,6 +31,7 @@ from app.serving.routing import (
     PoolName,
     PrefixDirectory,
     PrefixKey,
+    ReplicaLoad,
     choose_replica,
     prefix_keys,
 )
@@ -84,6 +85,7 @@ class Dispatcher:
         self._informed_s = -INFORMED_S
         self._expecting_until_s = 0.0
         self._counts: Counter[str] = Counter()
+        self._holds_ended: Counter[str] = Counter()  # by reason
 
     # ---- what it knows ----
 
@@ -111,7 +113,7 @@ class Dispatcher:
     @property
     def traffic(self) -> PoolTraffic:
         held = self._view.held.num_seqs or int(self.gate.is_wanted(asyncio.get_running_loop().time()))
-        return PoolTraffic(router_requests_held=held, **self._counts)
+        return PoolTraffic(router_requests_held=held, router_holds_ended=dict(self._holds_ended), **self._counts)
 
     # ---- a prompt ----
 
@@ -163,24 +165,46 @@ class Dispatcher:
         self, run: PromptRun, keys: Sequence[PrefixKey], ticket: Ticket, deadline_s: float | None
     ) -> str | None:
         """The replica to send to, or None where Serve is to choose: the monitor is silent, and nobody is known."""
-        loop = asyncio.get_running_loop()
         num_tokens = len(run.requests[0].prompt_token_ids)
-        held_until_s = loop.time() + self._settings().max_hold_s
-        is_reported = False
-        while not (replicas := self._view.replicas(loop.time())):
-            if loop.time() - self._informed_s >= INFORMED_S:
-                return None
-            if not is_reported:
-                self._on_hold()
-                is_reported = True
-            self.gate.check(held_until_s if deadline_s is None else min(deadline_s, held_until_s), loop.time())
-            ticket.hold(num_tokens)
-            await self._wait_for_replica(held_until_s, deadline_s)
+        replicas = self._replicas() or await self._hold(run, ticket, deadline_s)
+        if not replicas:
+            return None
         match = self._directory.find(keys)
         replica_id = choose_replica(replicas, random.random(), match.holders, other_chance=random.random())
         self._directory.record(keys, replica_id)
         ticket.send(replica_id, num_tokens - match.num_tokens * (replica_id in match.holders))
         return replica_id
+
+    def _replicas(self) -> list[ReplicaLoad]:
+        return self._view.replicas(asyncio.get_running_loop().time())
+
+    async def _hold(self, run: PromptRun, ticket: Ticket, deadline_s: float | None) -> list[ReplicaLoad]:
+        """Keep a prompt here until the pool has replicas: those. None of them if only Serve can say who there is.
+
+        Serve must never choose for a pool at zero, also while the monitor is silent: it would start a replica by
+        itself, whatever the budget says.
+        """
+        loop = asyncio.get_running_loop()
+        held_until_s = loop.time() + self._settings().max_hold_s
+        reason = "client_left"
+        self._on_hold()
+        try:
+            while not (replicas := self._replicas()):
+                if loop.time() - self._informed_s >= INFORMED_S and not self.gate.is_asleep:
+                    break
+                self.gate.check(held_until_s if deadline_s is None else min(deadline_s, held_until_s), loop.time())
+                ticket.hold(len(run.requests[0].prompt_token_ids))
+                await self._wait_for_replica(held_until_s, deadline_s)
+            reason = "replica" if replicas else "silent_monitor"
+            return replicas
+        except DeadlineExceededError:
+            reason = "deadline"
+            raise
+        except UnavailableError:
+            reason = "max_hold" if loop.time() >= held_until_s else "late_start"
+            raise
+        finally:
+            self._holds_ended[reason] += len(run.requests)
 
     async def _wait_for_replica(self, held_until_s: float, deadline_s: float | None) -> None:
         """Until the next snapshot, or a while. Raises UnavailableError or DeadlineExceededError when the time is up."""

@@ -66,6 +66,7 @@ ROUTER_METRICS = (  # attributes of PoolTraffic
     MetricSpec("router_retries", "counter", "Sequences sent once more because a replica was lost."),
     MetricSpec("router_requests_lost", "counter", "Sequences that ended in an error because a replica was lost."),
     MetricSpec("router_requests_spilled", "counter", "Sequences sent here though predicted for the other pool."),
+    MetricSpec("router_holds_ended", "counter", "Sequences that found no replica, by how that ended.", label="reason"),
 )
 SCALING_LABELS = ("model", "app", "pool")
 SCALING_METRICS = (  # of PoolDecision; the label is a field of it or a key of one
@@ -127,14 +128,10 @@ class _Snapshots(Collector):
         for replica in self._series:
             age.add_metric(replica.labels, replica.age_s)
         yield age
-        for spec in METRICS:
-            yield self._family(spec)
-        for spec in ROUTER_METRICS:
-            kind = GaugeMetricFamily if spec.kind == "gauge" else CounterMetricFamily
-            family = kind(PREFIX + spec.name, spec.help, labels=ROUTER_LABELS)
-            for router in self._routers:
-                family.add_metric(router.labels, getattr(router.traffic, spec.name))
-            yield family
+        replicas = [(replica.labels, replica.stats) for replica in self._series]
+        yield from (_family(spec, LABELS, replicas) for spec in METRICS)
+        routers = [(router.labels, router.traffic) for router in self._routers]
+        yield from (_family(spec, ROUTER_LABELS, routers) for spec in ROUTER_METRICS)
         for spec in SCALING_METRICS:
             gauge = GaugeMetricFamily(PREFIX + spec.name, spec.help, labels=(*SCALING_LABELS, str(spec.label)))
             for pool in self._scaling:
@@ -142,22 +139,27 @@ class _Snapshots(Collector):
                     gauge.add_metric((*pool.labels, label), value)
             yield gauge
 
-    def _family(self, spec: MetricSpec) -> Metric:
-        name = PREFIX + spec.name
-        if spec.kind == "histogram":
-            histogram = HistogramMetricFamily(name, spec.help, labels=LABELS)
-            for replica in self._series:
-                value = getattr(replica.stats, spec.name)
-                if value is not None:
-                    histogram.add_metric(replica.labels, _cumulative(value), value.sum)
-            return histogram
-        labels = LABELS if spec.label is None else (*LABELS, spec.label)
-        family = (GaugeMetricFamily if spec.kind == "gauge" else CounterMetricFamily)(name, spec.help, labels=labels)
-        for replica in self._series:
-            value = getattr(replica.stats, spec.name)
-            for extra, number in [((), value)] if spec.label is None else [((key,), n) for key, n in value.items()]:
-                family.add_metric((*replica.labels, *extra), number)
-        return family
+
+def _family(
+    spec: MetricSpec, labels: tuple[str, ...], sources: Iterable[tuple[tuple[str, ...], EngineStats | PoolTraffic]]
+) -> Metric:
+    """One metric of every source, which is given with the values of `labels`."""
+    name = PREFIX + spec.name
+    if spec.kind == "histogram":
+        histogram = HistogramMetricFamily(name, spec.help, labels=labels)
+        for shown, source in sources:
+            value = getattr(source, spec.name)
+            if value is not None:
+                histogram.add_metric(shown, _cumulative(value), value.sum)
+        return histogram
+    family = (GaugeMetricFamily if spec.kind == "gauge" else CounterMetricFamily)(
+        name, spec.help, labels=labels if spec.label is None else (*labels, spec.label)
+    )
+    for shown, source in sources:
+        value = getattr(source, spec.name)
+        for extra, number in [((), value)] if spec.label is None else [((key,), n) for key, n in value.items()]:
+            family.add_metric((*shown, *extra), number)
+    return family
 
 
 def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:

@@ -51,6 +51,7 @@ class PoolTraffic:
     router_retries: int = 0  # sent once more because a replica was lost
     router_requests_lost: int = 0  # ended with an error because a replica was lost
     router_requests_spilled: int = 0  # sent here though predicted for the other pool
+    router_holds_ended: Mapping[str, int] = field(default_factory=dict)  # by reason: see Dispatcher._hold
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import pytest
 
 from app.errors import UnavailableError
 from app.protocol import EngineStats
+from app.serving import dispatch as module
 from app.serving.board import PoolDecision
 from app.serving.demand import UNPLACED_RETRY_S, ZeroGate
 from app.serving.dispatch import Dispatcher
@@ -129,3 +130,32 @@ async def test_a_start_longer_than_the_router_holds_is_said_at_once() -> None:
     with pytest.raises(UnavailableError, match="about 8 s"):
         await texts(dispatcher, prompt("x"))
     assert client.sent == [] and dispatcher.traffic.router_requests_held == 1
+    assert dispatcher.traffic.router_holds_ended == {"late_start": 1}
+
+
+@pytest.mark.asyncio
+async def test_serve_never_chooses_for_a_pool_at_zero_though_the_monitor_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "INFORMED_S", 0.0)
+    monkeypatch.setattr(module, "RECHECK_S", 0.01)
+    dispatcher, client = build(answer, max_hold_s=0.2)
+    dispatcher.update([], ASLEEP)
+    with pytest.raises(UnavailableError, match="has no replica") as caught:
+        await texts(dispatcher, prompt("x"))
+    assert caught.value.retry_after_s >= 1.0
+    assert client.sent == [] and dispatcher.traffic.router_holds_ended == {"max_hold": 1}
+    # Once it starts, Serve has been asked for a replica and may be left to find it.
+    dispatcher.update([], STARTING)
+    assert await texts(dispatcher, prompt("x")) == ["1", "2"]
+    assert client.sent == [None]
+
+
+@pytest.mark.asyncio
+async def test_while_the_monitor_is_silent_the_replicas_known_last_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INFORMED_S", 0.0)
+    dispatcher, client = build(answer)
+    tell(dispatcher, RUNNING)
+    await asyncio.sleep(0.05)
+    assert await texts(dispatcher, prompt("x")) == ["1", "2"]
+    assert client.sent == ["a"]

@@ -257,6 +257,7 @@ async def test_a_retry_is_held_until_the_pool_has_a_replica_again() -> None:
     report(dispatcher, "b")
     assert await task == ["1 1", "2 2"]
     assert client.sent == ["a", "b"] and dispatcher.traffic.router_requests_held == 0
+    assert dispatcher.traffic.router_holds_ended == {"replica": 2}
 
 
 @pytest.mark.asyncio
@@ -274,6 +275,11 @@ async def test_holding_ends_with_the_deadline_or_the_bound() -> None:
         await texts(dispatcher, prompt("x"), loop.time() + 0.01)
     assert client.sent == [] and dispatcher.traffic.router_requests_held == 0
     assert dispatcher.traffic.router_requests_rejected == 1 and dispatcher.traffic.router_tokens_rejected == 10
+    left = asyncio.create_task(texts(dispatcher, prompt("x", "y")))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    assert dispatcher.traffic.router_holds_ended == {"max_hold": 1, "deadline": 1, "client_left": 2}
 
 
 @pytest.mark.asyncio
@@ -293,6 +299,7 @@ async def test_what_is_held_when_the_monitor_falls_silent_goes_on(monkeypatch: p
     assert client.sent == []
     monkeypatch.setattr(module, "INFORMED_S", 0.0)
     assert await task == ["1", "2"] and client.sent == [None]
+    assert dispatcher.traffic.router_holds_ended == {"silent_monitor": 1}
 
 
 @pytest.mark.asyncio

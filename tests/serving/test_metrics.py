@@ -82,11 +82,13 @@ def test_every_field_of_engine_stats_is_declared_once() -> None:
 
 def test_a_routers_traffic() -> None:
     assert {field.name for field in fields(PoolTraffic)} == {spec.name for spec in ROUTER_METRICS}
-    traffic = PoolTraffic(router_requests_held=3, router_retries=2)
+    traffic = PoolTraffic(router_requests_held=3, router_retries=2, router_holds_ended={"max_hold": 4})
     text = render([], [RouterSeries(("m", "pools", "long", "x"), traffic)]).decode()
     labels = '{app="pools",model="m",pool="long",router="x"}'
     assert f"{PREFIX}router_requests_held{labels} 3.0" in text
     assert f"{PREFIX}router_retries_total{labels} 2.0" in text
+    ended = 'router_holds_ended_total{app="pools",model="m",pool="long",reason="max_hold",router="x"}'
+    assert f"{PREFIX}{ended} 4.0" in text
 
 
 def test_decisions_of_the_scaling_policy() -> None:
