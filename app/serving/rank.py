@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import socket
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve")
 
 SERVE_NAMESPACE = "serve"
+START_TIMEOUT_S = 120.0  # for the ranks' processes, and their imports
 WATCH_PERIOD_S = 0.5
 REPLICA_PATIENCE = 2  # of the collective timeout: rank 0 itself finds another rank that is frozen after one
 EXIT_DELAY_S = 2.0  # of a rank that failed, whose replica may be frozen
@@ -47,8 +49,9 @@ class Rank:
 
     def __init__(self, replica: Any, timeout_s: float) -> None:
         """replica: the actor whose process is rank 0, which may be silent for `timeout_s` while it loads"""
-        self._replica, self._timeout_s = replica, timeout_s
-        self._is_loading, self._asked_s = False, 0.0
+        self._replica, self._silence_s, self._timeout_s = replica, START_TIMEOUT_S, timeout_s
+        self.is_loading, self._asked_s = False, time.monotonic()
+        threading.Thread(target=self._watch_replica, name="longspan-watch", daemon=True).start()
 
     def prepare(self) -> RankProcess:
         """Import what `run` needs, so that all ranks then join the process group at about the same time."""
@@ -75,16 +78,15 @@ class Rank:
 
     def ping(self, *, is_loading: bool = False) -> None:
         """An answer says that the process is scheduled; the question says so of rank 0's."""
-        was_loading, self._is_loading, self._asked_s = self._is_loading, is_loading, time.monotonic()
-        if is_loading and not was_loading:
-            threading.Thread(target=self._watch_replica, name="longspan-watch", daemon=True).start()
+        self.is_loading, self._asked_s = is_loading, time.monotonic()
+        self._silence_s = self._timeout_s if is_loading else math.inf
 
     def _watch_replica(self) -> None:
         """Serve asks for a replica's health only once it has started: until then a frozen one is for us to end."""
-        while self._is_loading:
+        while not math.isinf(self._silence_s):
             time.sleep(WATCH_PERIOD_S)
-            if self._is_loading and time.monotonic() - self._asked_s > self._timeout_s:
-                logger.error("rank 0 has asked for nothing for %g s while loading: it is killed", self._timeout_s)
+            if time.monotonic() - self._asked_s > self._silence_s:
+                logger.error("rank 0 has asked for nothing for %g s while loading: it is killed", self._silence_s)
                 ray.kill(self._replica)  # Ray ends this process then
 
 

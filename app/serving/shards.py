@@ -26,7 +26,15 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from app.config import EngineConfig, ModelSource, PoolConfig
 from app.errors import EngineError, LongspanError
-from app.serving.rank import Pulse, RankProcess, meeting_point, rank_places, start_rank, talk_over_own_interface
+from app.serving.rank import (
+    START_TIMEOUT_S,
+    Pulse,
+    RankProcess,
+    meeting_point,
+    rank_places,
+    start_rank,
+    talk_over_own_interface,
+)
 from app.serving.streaming import Pacer
 
 if TYPE_CHECKING:
@@ -34,7 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ray.serve")
 
-START_TIMEOUT_S = 120.0  # for the actors' processes, and their imports
 POLL_S = 0.1  # while ranks load
 PING_PERIOD_S = 1.0
 LEAVE_TIMEOUT_S = 2.0  # for open streams to end with an error

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
@@ -279,13 +279,21 @@ def test_a_replica_that_freezes_while_loading_is_ended_by_its_ranks(monkeypatch:
     for _ in range(10):
         rank.ping(is_loading=True)
         time.sleep(TIMEOUT_S / 5)
-    rank.ping()
-    time.sleep(2 * TIMEOUT_S)  # Serve asks for its health now
-    assert not ray.killed
-    rank.ping(is_loading=True)
     asked_s = time.monotonic()
     while not ray.killed:
         assert time.monotonic() - asked_s < 30.0
         time.sleep(0.01)
-    assert ray.killed[0] is replica and time.monotonic() - asked_s >= TIMEOUT_S
+    assert ray.killed[0] is replica and time.monotonic() - asked_s >= TIMEOUT_S / 2
     rank.ping()
+
+
+def test_a_replica_that_has_loaded_is_for_serve_to_watch(monkeypatch: pytest.MonkeyPatch, ray: Ray) -> None:
+    monkeypatch.setattr(rank_module, "WATCH_PERIOD_S", 0.01)
+    monkeypatch.setattr(rank_module, "START_TIMEOUT_S", TIMEOUT_S)
+    replica, left_alone = cast(Any, Actor()), cast(Any, Actor())
+    rank = Rank(replica, TIMEOUT_S)
+    rank.ping(is_loading=True)
+    rank.ping()
+    Rank(left_alone, 100.0)  # which never gets as far as asking
+    time.sleep(3 * TIMEOUT_S)
+    assert set(ray.killed) == {left_alone}
