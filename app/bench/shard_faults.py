@@ -24,6 +24,7 @@ from ray.util.placement_group import placement_group_table
 from app.bench.client import Client, PromptMaker, RequestRecord
 from app.bench.traffic import PlannedRequest
 from app.errors import UnavailableError
+from app.serving.rank import Rank
 
 APP, POOL = "pools", "short"
 STREAMS = 3  # that have begun when the fault comes
@@ -101,6 +102,10 @@ def _pid(_actor: object) -> int:
     return os.getpid()
 
 
+def _is_loading(rank: Rank) -> bool:
+    return rank.is_loading
+
+
 def _is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
@@ -120,6 +125,25 @@ def _kill(ranks: PoolRanks, rank: int) -> None:
 
 def _freeze(ranks: PoolRanks, rank: int) -> None:
     ranks.processes[rank].send_signal(signal.SIGSTOP)
+
+
+def _freeze_loading(ranks: PoolRanks, rank: int) -> None:
+    """End this replica, and freeze a rank of the next one as soon as all of its processes are there."""
+    ranks.processes[1].kill()
+    deadline_s = time.perf_counter() + CLEAN_TIMEOUT_S
+
+    def until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            if time.perf_counter() > deadline_s:
+                raise UnavailableError(f"no replica loads within {CLEAN_TIMEOUT_S:g} s")
+            time.sleep(_POLL_S)
+
+    until(ranks.is_replaced)
+    following = PoolRanks()
+    until(lambda: bool(ray.get(following.actors[1].__ray_call__.remote(_is_loading), timeout=CLEAN_TIMEOUT_S)))
+    following.processes[rank].send_signal(signal.SIGSTOP)
+    ranks.replica, ranks.actors = following.replica, following.actors
+    ranks.processes += following.processes
 
 
 def _raise_in_rank(ranks: PoolRanks, rank: int) -> None:
@@ -146,6 +170,10 @@ FAULTS = (
     Fault("a rank that raises", 1, _raise_in_rank, 20.0),
     Fault("kill -9 of rank 0", 0, _kill, 20.0),
     Fault("kill -STOP of rank 0", 0, _freeze, 40.0),
+)
+LOADING_FAULTS = (
+    Fault("kill -STOP of a rank that loads", 1, _freeze_loading, 25.0),
+    Fault("kill -STOP of a rank 0 that loads", 0, _freeze_loading, 40.0),
 )
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from app.bench.server import LocalServer
-from app.bench.shard_faults import FAULTS, fault_runs
+from app.bench.shard_faults import FAULTS, LOADING_FAULTS, fault_runs
 from tests.cluster.conftest import ANSWER_TIMEOUT_S, ROOT, START_TIMEOUT_S, Server, eventually, metric
 
 pytestmark = pytest.mark.timeout(600)  # the first test also starts two clusters
@@ -54,6 +54,14 @@ def test_every_fault_replaces_the_replica(sharded: LocalServer) -> None:
     lines: list[str] = []
     runs = asyncio.run(fault_runs(sharded.url, sharded.ray_address, lines.append, PATIENT_FAULTS))
     assert len(runs) == 5 and all(run.is_passed for run in runs), lines
+
+
+@pytest.mark.full
+def test_a_rank_frozen_while_it_loads_is_replaced(sharded: LocalServer) -> None:
+    lines: list[str] = []
+    faults = [replace(fault, limit_s=ANSWER_TIMEOUT_S) for fault in LOADING_FAULTS]
+    runs = asyncio.run(fault_runs(sharded.url, sharded.ray_address, lines.append, faults))
+    assert len(runs) == 2 and all(run.is_passed for run in runs), lines
 
 
 @pytest.mark.full
