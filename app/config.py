@@ -1,7 +1,8 @@
 """The configuration, validated once by the builders in main.py and never changed afterwards.
 
-RouterConfig > VersionConfig, RouterSettings       `args` of app.main:router
+RouterConfig > VersionConfig, RouterSettings                            `args` of app.main:router
 PoolsConfig > PoolConfig > EngineConfig, ParallelConfig, PoolSettings   `args` of app.main:pools
+            > ScalingSettings > PoolScalingSettings
 """
 
 from __future__ import annotations
@@ -54,9 +55,8 @@ class EngineConfig(FrozenModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
     num_threads: PositiveInt | None = None  # torch intra-op threads on CPU
-    max_model_len: Annotated[int, Field(ge=2)] | None = (
-        None  # prompt + output tokens of one sequence; None: the model's context
-    )
+    # prompt + output tokens of one sequence; None: the model's context
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
     max_num_seqs: PositiveInt = 16  # sequences in one step
     max_batched_tokens: PositiveInt = 2048  # tokens in one step
     max_chunk_tokens: PositiveInt = 512  # prompt tokens one sequence computes in one step
@@ -234,7 +234,7 @@ class VersionConfig(FrozenModel):
 
 
 class RouterConfig(FrozenModel):
-    """`args` of app.main:router. Also seen by each pool's limits: a request must fit one of the versions' pools."""
+    """`args` of app.main:router: the versions of models that it may send to, and itself."""
 
     versions: tuple[VersionConfig, ...] = (VersionConfig(app="pools"),)
     num_replicas: PositiveInt = 1

@@ -7,7 +7,6 @@
     ├── RequestError                 400            the caller can mend it; `param` names the field
     │   ├── InvalidRequestError      400
     │   ├── ContextLengthError       400            prompt + max_tokens can never fit
-    │   ├── AuthenticationError      401
     │   ├── ModelNotFoundError       404
     │   ├── NotFoundError            404            no such route
     │   ├── MethodNotAllowedError    405
@@ -103,12 +102,6 @@ class InvalidRequestError(RequestError):
 
 class ContextLengthError(RequestError):
     code = "context_length_exceeded"
-
-
-class AuthenticationError(RequestError):
-    status = 401
-    kind = "authentication_error"
-    code = "invalid_api_key"
 
 
 class ModelNotFoundError(RequestError):

@@ -36,7 +36,7 @@ class Tokenizer:
     Attributes:
         vocab_size:  the highest token id + 1, added tokens included; a model may have more rows
         special_ids: ids that decoding leaves out by default
-        bos_id, eos_id: None where the tokenizer names none
+        bos_id: None where the tokenizer names none
 
     Raises: CheckpointError naming the file if one is missing or unusable.
     """
@@ -64,7 +64,6 @@ class Tokenizer:
         self._names = _special_names(config)
         self._adds_bos = bool(config.get("add_bos_token"))
         self.bos_id = self._added_ids.get(self._names.get("bos_token", ""))
-        self.eos_id = self._added_ids.get(self._names.get("eos_token", ""))
         self._bytes = _token_bytes(self._parsing.get_vocab(with_added_tokens=True), self._added_ids)
         self.vocab_size = len(self._bytes)
         self._longest_token_bytes = max(map(len, self._bytes), default=0) if _keeps_bytes(spec) else 0
@@ -147,10 +146,6 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; empty for an id the tokenizer does not know."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
-
-    def token_text(self, token_id: int) -> str:
-        """One token as text, as logprobs show it: half a character becomes U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
 
 class Detokenizer:

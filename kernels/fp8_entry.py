@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-E4M3_MAX = 448.0
 MIN_ENTRY_SCALE = 2.0**-6
 _ALIGNMENT = 16  # bytes, of bulk copies
 

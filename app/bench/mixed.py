@@ -43,10 +43,6 @@ class ShortRun:
     def median_s(self) -> float:
         return statistics.median(self.ttfts_s)
 
-    @property
-    def p95_s(self) -> float:
-        return percentile(sorted(self.ttfts_s), 95)
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:

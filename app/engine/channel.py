@@ -35,9 +35,8 @@ class Channel:
         self._sent_s = time.monotonic()
         self._head = torch.zeros(HEAD_WORDS, dtype=torch.int32)
 
-    # ---- rank 0 ----
-
     def send(self, kind: Kind, words: Words | None = None) -> None:
+        """Rank 0 tells the others."""
         if self._size == 1:
             return
         count = 0 if words is None else len(words)
@@ -56,9 +55,8 @@ class Channel:
             self.send(Kind.BEAT)
             self.answer_beat()
 
-    # ---- the others ----
-
     def receive(self) -> tuple[Kind, Words]:
+        """Another rank waits for what rank 0 sends next."""
         self._group.broadcast(self._head)
         head = self._head.numpy()
         kind, count = Kind(head[0]), int(head[1])

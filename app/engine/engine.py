@@ -64,8 +64,6 @@ class Engine:
         self._fatal: str | None = None
         self._last_progress_s = time.monotonic()
 
-    # ---- the loop ----
-
     def step(self) -> list[TokenChunk]:
         """Run one step; returns what it produced, in no particular order. Needs no thread and no event loop.
 
@@ -189,8 +187,6 @@ class Engine:
             raise DeadlineExceededError("the deadline passed before the first token")
         if chunk.finish_reason == "error":
             raise EngineError(chunk.error or "the engine failed")
-
-    # ---- what callers use ----
 
     @property
     def has_work(self) -> bool:

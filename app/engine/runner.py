@@ -77,8 +77,6 @@ class Runner:
             self._channel.send(Kind.STOP)
         self._model.ranks.leave(self._cache.device)
 
-    # ---- the other ranks ----
-
     @torch.inference_mode()
     def follow(self) -> None:
         """Do what rank 0 does until it stops."""
@@ -95,8 +93,6 @@ class Runner:
             elif self._graphs is not None:
                 self._graphs.capture_next()
         self._model.ranks.leave(self._cache.device)
-
-    # ---- all ranks ----
 
     @torch.inference_mode()
     def rehearse(self) -> None:

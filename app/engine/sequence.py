@@ -31,7 +31,6 @@ class Sequence:
     seed: int = 0
     output_counts: Counter[int] = field(default_factory=Counter)  # kept only if a penalty needs it
     scheduled_s: float | None = None
-    first_token_s: float | None = None
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

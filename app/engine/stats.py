@@ -32,7 +32,7 @@ class Recorder:
 
 class StatsRecorder:
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()  # by name in EngineStats
         self._finished: Counter[str] = Counter()
         self._prefill_step_s = 0.0
         self._ttft, self._itl, self._e2e, self._queue, self._step = (Recorder() for _ in range(5))
@@ -63,7 +63,6 @@ class StatsRecorder:
     def record_token(self, seq: Sequence, now: float) -> None:
         self._counts["generation_tokens"] += 1
         if seq.last_token_s is None:
-            seq.first_token_s = now
             self._ttft.add(now - seq.arrival_s)
         else:
             self._itl.add(now - seq.last_token_s)
@@ -84,7 +83,7 @@ class StatsRecorder:
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
             oldest_waiting_s=max((now - seq.arrival_s for seq in waiting), default=0.0),
-            **{name: self._counts[name] for name in _COUNTERS},
+            **self._counts,
             prefill_step_seconds=self._prefill_step_s,
             request_success=dict(self._finished),
             expert_tokens={},  # counted where the experts are
@@ -94,15 +93,3 @@ class StatsRecorder:
             request_queue_time_seconds=self._queue.snapshot(),
             step_time_seconds=self._step.snapshot(),
         )
-
-
-_COUNTERS = (
-    "prompt_tokens",
-    "generation_tokens",
-    "prefill_tokens_computed",
-    "prefill_step_tokens",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "num_preemptions",
-    "num_steps",
-)

@@ -128,8 +128,6 @@ class _Simulation:
             self._scale()
         return SimulationResult(tuple(self._samples), tuple(self._requests), num_refused)
 
-    # ---- requests ----
-
     def _accept(self, request: TraceRequest) -> bool:
         """Route a request; False if it fits no pool."""
         settings, prompt = self._scenario.settings, request.num_prompt_tokens
@@ -167,8 +165,6 @@ class _Simulation:
         if member.replica is not None:
             member.replica.add(one, now)
 
-    # ---- time ----
-
     def _advance(self, until: float) -> None:
         for pool in self._pools.values():
             for member in (*pool.running, *pool.draining):
@@ -203,8 +199,6 @@ class _Simulation:
         member.ready_s = now
         member.replica = SimulatedReplica(pool.plan.cost, now)
         member.meter = SignalMeter(pool.plan.cost.max_running_seqs)
-
-    # ---- figures and decisions ----
 
     def _report(self) -> None:
         if any(start <= self._now < end for start, end in self._scenario.outages):

@@ -32,9 +32,6 @@ STRAIN_MARGIN = 0.75  # of the load that strained a number of replicas: below it
 STRAIN_WINDOWS = 24.0  # or after this many down windows
 
 
-# ---- what goes in ----
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
     """Signals and their stamp. Only a change of the stamp counts, so the sender's clock does not matter."""
@@ -65,9 +62,6 @@ class ScalingConfig:
         reserved = sum(pool.min_replicas * pool.replica_cost for pool in self.pools.values())
         if not self.budget >= reserved:
             raise ValueError(f"budget: must be at least the pools' minimum of {reserved:g}, got {self.budget:g}")
-
-
-# ---- what is kept between calls, and what comes out ----
 
 
 class Strain(NamedTuple):
@@ -150,9 +144,6 @@ def decide(
         states[name] = _after(one.state, signals[name].target, granted, now)
         reasons[name] = Explanation(one.values, one.claim.wanted, granted, (*one.reasons, *shares.notes[name]))
     return Decision(shares.granted, states, reasons)
-
-
-# ---- one pool ----
 
 
 def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_after_s: float, now: float) -> _Assessment:
