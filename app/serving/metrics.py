@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -77,7 +77,12 @@ SCALING_METRICS = (  # of PoolDecision; the label is a field of it or a key of o
     ),
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
-SNAPSHOT_AGE = "snapshot_age_seconds"  # gauge: time since a replica's snapshot reached its monitor
+SNAPSHOT_AGE = MetricSpec("snapshot_age_seconds", "gauge", "Seconds since the replica's last report.")
+_FAMILIES: dict[str, type[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,41 +129,28 @@ class _Snapshots(Collector):
         self._scaling = tuple(scaling)
 
     def collect(self) -> Iterator[Metric]:
-        age = GaugeMetricFamily(PREFIX + SNAPSHOT_AGE, "Seconds since the replica's last report.", labels=LABELS)
-        for replica in self._series:
-            age.add_metric(replica.labels, replica.age_s)
-        yield age
-        replicas = [(replica.labels, replica.stats) for replica in self._series]
-        yield from (_family(spec, LABELS, replicas) for spec in METRICS)
-        routers = [(router.labels, router.traffic) for router in self._routers]
-        yield from (_family(spec, ROUTER_LABELS, routers) for spec in ROUTER_METRICS)
+        yield _family(SNAPSHOT_AGE, LABELS, [(replica.labels, replica.age_s) for replica in self._series])
+        for spec in METRICS:
+            yield _family(spec, LABELS, [(one.labels, getattr(one.stats, spec.name)) for one in self._series])
+        for spec in ROUTER_METRICS:
+            yield _family(spec, ROUTER_LABELS, [(one.labels, getattr(one.traffic, spec.name)) for one in self._routers])
         for spec in SCALING_METRICS:
-            gauge = GaugeMetricFamily(PREFIX + spec.name, spec.help, labels=(*SCALING_LABELS, str(spec.label)))
-            for pool in self._scaling:
-                for label, value in pool.values(spec.name).items():
-                    gauge.add_metric((*pool.labels, label), value)
-            yield gauge
+            yield _family(spec, SCALING_LABELS, [(one.labels, one.values(spec.name)) for one in self._scaling])
 
 
-def _family(
-    spec: MetricSpec, labels: tuple[str, ...], sources: Iterable[tuple[tuple[str, ...], EngineStats | PoolTraffic]]
-) -> Metric:
-    """One metric of every source, which is given with the values of `labels`."""
-    name = PREFIX + spec.name
-    if spec.kind == "histogram":
-        histogram = HistogramMetricFamily(name, spec.help, labels=labels)
-        for shown, source in sources:
-            value = getattr(source, spec.name)
+def _family(spec: MetricSpec, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], Any]]) -> Metric:
+    """values: of each holder its labels, and a number, a histogram (None: empty), or numbers by the spec's label"""
+    names = labels if spec.label is None else (*labels, spec.label)
+    family = _FAMILIES[spec.kind](PREFIX + spec.name, spec.help, labels=names)
+    for own, value in values:
+        if isinstance(family, HistogramMetricFamily):
             if value is not None:
-                histogram.add_metric(shown, _cumulative(value), value.sum)
-        return histogram
-    family = (GaugeMetricFamily if spec.kind == "gauge" else CounterMetricFamily)(
-        name, spec.help, labels=labels if spec.label is None else (*labels, spec.label)
-    )
-    for shown, source in sources:
-        value = getattr(source, spec.name)
-        for extra, number in [((), value)] if spec.label is None else [((key,), n) for key, n in value.items()]:
-            family.add_metric((*shown, *extra), number)
+                family.add_metric(own, _cumulative(value), value.sum)
+        elif spec.label is None:
+            family.add_metric(own, value)
+        else:
+            for key, number in value.items():
+                family.add_metric((*own, key), number)
     return family
 
 
