@@ -122,8 +122,8 @@ def mixed_alone(options: ScenarioOptions) -> dict[str, Any]:
     """
     from app.bench.mixed import compare, long_alone_s
 
-    # All to the long pool, whose steps are as short as those of a pool for everybody must be.
-    engine = {"max_num_seqs": 16, "max_step_s": 0.15, "max_batched_tokens": 512}
+    # All to the long pool, whose steps are as short as those of a pool for everybody must be: who comes waits for one.
+    engine = {"max_num_seqs": 16, "max_step_s": 0.1, "max_batched_tokens": 512}
     args = _local_args(long=engine, settings={"short_max_cost_tokens": 1})
     with LocalServer(_own_server(options, "mixed-alone"), args=args) as server:
         alone_s = asyncio.run(long_alone_s(server.url))

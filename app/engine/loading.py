@@ -15,9 +15,11 @@ from app.config import EngineConfig, ModelSource
 from app.engine.engine import Engine
 from app.engine.graphs import StepGraphs
 from app.engine.kernel_check import check_fp8_attention
+from app.engine.limits import Limits
+from app.engine.prompt_cost import PromptCost
 from app.engine.runner import Runner
 from app.engine.sampler import Sampler
-from app.engine.scheduler import Limits, Scheduler
+from app.engine.scheduler import Scheduler
 from app.engine.workspace import workspace_bytes
 from app.errors import CheckpointError, ConfigError, PreflightError
 from app.model.checkpoint import checkpoint_digest
@@ -117,7 +119,7 @@ def build_engine(
 ) -> Engine:
     """An engine around a model in memory."""
     runner, layout = build_runner(model, config)
-    limits = _limits(config, model_config, device)
+    limits = _limits(config, model)
     scheduler = Scheduler(limits, layout, runner.num_blocks, version)
     sampler = Sampler(frozenset(model_config.eos_token_ids), config.kernel_backend, timeout_s=model.ranks.timeout_s)
     return Engine(scheduler, runner, sampler, version=version)
@@ -127,7 +129,7 @@ def build_runner(model: Transformer, config: EngineConfig) -> tuple[Runner, Cach
     """What runs steps on this rank; every rank makes one, with as many cache blocks as each of them has room for."""
     device, ranks = model.device, model.ranks
     layout = _cache_layout(config, model.config, device, model.dtype)
-    limits = _limits(config, model.config, device)
+    limits = _limits(config, model)
     workspace = workspace_bytes(model.config, limits, model.dtype.itemsize)
     num_blocks = ranks.loading.smallest(_num_blocks(config, layout, device, workspace))
     cache = layout.allocate(num_blocks, device)
@@ -207,7 +209,8 @@ def _chunk_step(model: ModelConfig, device: torch.device) -> int:
     return ATTENTION_TILE * max(1, num_multiprocessors // model.num_heads)
 
 
-def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> Limits:
+def _limits(config: EngineConfig, transformer: Transformer) -> Limits:
+    model, device = transformer.config, transformer.device
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
@@ -224,6 +227,7 @@ def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> L
         max_waiting_seqs=config.max_waiting_seqs,
         chunk_step=_chunk_step(model, device),
         max_step_s=config.max_step_s or MAX_STEP_S[device.type],
+        prompt_cost=PromptCost.of_model(model, absorbed=transformer.absorbed_prefill),
         max_passed_over_s=config.max_passed_over_s,
         prefix_caching=config.prefix_caching,
         vocab_size=model.vocab_size,

@@ -11,13 +11,13 @@ import bisect
 import math
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from app.cache.blocks import BlockPool
 from app.cache.layout import CacheLayout
 from app.cache.prefix import extend_keys, root_key
 from app.engine.batch import Batch
-from app.engine.pacing import PrefillPacer
+from app.engine.limits import Limits
+from app.engine.pacing import PrefillPacer, StepBudget
 from app.engine.sampler import needs_host
 from app.engine.sequence import Sequence
 from app.engine.stats import StatsRecorder
@@ -29,24 +29,7 @@ RESERVE_SHARE = 0.05  # of all blocks, at most one per running sequence
 CROWDED_QUEUE, CROWDED_STEP_FACTOR = 4, 2
 MAX_CANDIDATES = 64  # waiting sequences that a step looks at
 SHARED_WINDOW_S = 5.0  # steps stay short for so long after others last waited for them
-OLDEST_PROMPT_SHARE = 0.25  # of a step's prompt tokens: however many shorter prompts come, the oldest gets so many
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one engine holds. Filled from EngineConfig and the model by Engine."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_batched_tokens: int
-    max_chunk_tokens: int
-    max_waiting_seqs: int
-    chunk_step: int  # tokens: a prompt's chunks longer than that are multiples of it, but for the last
-    max_step_s: float
-    max_passed_over_s: float  # a request that waited so long is the next to be admitted
-    prefix_caching: bool
-    vocab_size: int
-    eos_token_ids: frozenset[int]
+OLDEST_PROMPT_SHARE = 0.25  # of a step's prompt work: however many shorter prompts come, the oldest gets so much
 
 
 class Scheduler:
@@ -122,36 +105,47 @@ class Scheduler:
         least first: running ones that this step completes, waiting ones, and the rest. A long prompt can so neither
         hold up short ones nor be held up, however many come; and few contexts are attended to in one step.
         """
-        budget = self.limits.max_batched_tokens
+        num_free = self.limits.max_batched_tokens
         scheduled: dict[str, tuple[Sequence, int]] = {}
         # Oldest first: when blocks run out, the youngest is preempted and the oldest always advances.
         for seq in sorted((seq for seq in self._running if seq.num_new_tokens == 1), key=lambda seq: seq.order):
             # It may have been preempted for an older one in this very loop.
-            if budget and seq in self._running and self._reserve(seq, scheduled):
+            if num_free and seq in self._running and self._reserve(seq, scheduled):
                 scheduled[seq.request_id] = seq, 1
-                budget -= 1
+                num_free -= 1
         prompts = sorted(
             (seq for seq in self._running if seq.num_new_tokens > 1), key=lambda seq: (seq.num_new_tokens, seq.order)
         )
-        now = time.monotonic()
-        if scheduled or len(prompts) + len(self._waiting) > 1:
-            self._shared_s = now
-        # Who comes in the middle of a long step waits for all of it, and where some came, others will.
-        if now - self._shared_s < SHARED_WINDOW_S:
-            factor = CROWDED_STEP_FACTOR if len(self._waiting) >= CROWDED_QUEUE else 1
-            budget = min(budget, factor * self._pacer.allowance)
+        is_shared = bool(scheduled) or len(prompts) + len(self._waiting) > 1
+        budget = StepBudget(self.limits.prompt_cost, num_free, self._allowance(is_shared=is_shared))
         if prompts:
             oldest = min(prompts, key=lambda seq: seq.arrival_s)
-            budget -= self._take(oldest, math.ceil(OLDEST_PROMPT_SHARE * budget), scheduled)
-        completed = [seq for seq in prompts if seq.num_new_tokens <= min(budget, self.limits.max_chunk_tokens)]
+            self._take(oldest, budget, scheduled, share=OLDEST_PROMPT_SHARE)
+        completed = [seq for seq in prompts if self._is_completed(seq, budget, scheduled)]
         for seq in completed:
-            budget -= self._take(seq, budget, scheduled)
+            self._take(seq, budget, scheduled)
         left_over = min((seq.num_new_tokens for seq in prompts if seq not in completed), default=None)
-        budget = self._admit(scheduled, budget, left_over)
+        self._admit(scheduled, budget, left_over)
         for seq in prompts:
-            budget -= self._take(seq, budget, scheduled)
+            self._take(seq, budget, scheduled)
         self._round_chunks(scheduled)
         return Batch.of(list(scheduled.values())) if scheduled else None
+
+    def _allowance(self, *, is_shared: bool) -> float:
+        """What this step's prompts may cost; infinite unless others care how long it takes."""
+        now = time.monotonic()
+        if is_shared:
+            self._shared_s = now
+        # Who comes in the middle of a long step waits for all of it, and where some came, others will.
+        if now - self._shared_s >= SHARED_WINDOW_S:
+            return math.inf
+        factor = CROWDED_STEP_FACTOR if len(self._waiting) >= CROWDED_QUEUE else 1
+        return factor * self._pacer.allowance
+
+    def _is_completed(self, seq: Sequence, budget: StepBudget, scheduled: dict[str, tuple[Sequence, int]]) -> bool:
+        before = scheduled.get(seq.request_id, (seq, 0))[1]
+        count = seq.num_new_tokens
+        return count <= self.limits.max_chunk_tokens and budget.fits(seq.num_computed_tokens + before, count - before)
 
     def _round_chunks(self, scheduled: dict[str, tuple[Sequence, int]]) -> None:
         """Cut chunks to whole rounds of attention: all of a device takes as long for a little more as for a round."""
@@ -160,13 +154,15 @@ class Scheduler:
             if step < count < seq.num_new_tokens:
                 scheduled[request_id] = seq, count - count % step
 
-    def _take(self, seq: Sequence, limit: int, scheduled: dict[str, tuple[Sequence, int]]) -> int:
-        """Schedule up to `limit` more tokens of a prompt, whose blocks are reserved already; returns how many."""
+    def _take(
+        self, seq: Sequence, budget: StepBudget, scheduled: dict[str, tuple[Sequence, int]], share: float = 1.0
+    ) -> None:
+        """Schedule more tokens of a prompt, whose blocks are reserved already: what a share of the budget holds."""
         before = scheduled.get(seq.request_id, (seq, 0))[1]
-        count = min(seq.num_new_tokens, self.limits.max_chunk_tokens, before + limit) - before
+        wanted = min(seq.num_new_tokens, self.limits.max_chunk_tokens) - before
+        count = budget.take(seq.num_computed_tokens, before, wanted, share)
         if count > 0:
             scheduled[seq.request_id] = seq, before + count
-        return count
 
     def schedule_ahead(self, batch: Batch) -> Batch | None:
         """The step after `batch`, which is running: its decodes again, unless they end or something else must happen.
@@ -210,8 +206,8 @@ class Scheduler:
         self.stats.count_preemption()
         self._wait(seq)
 
-    def _admit(self, scheduled: dict[str, tuple[Sequence, int]], budget: int, left_over: int | None) -> int:
-        """Move waiting sequences to running while all their tokens can be reserved; returns the budget left.
+    def _admit(self, scheduled: dict[str, tuple[Sequence, int]], budget: StepBudget, left_over: int | None) -> None:
+        """Move waiting sequences to running while all their tokens can be reserved.
 
         left_over: what the shortest running prompt that this step does not complete lacks; None: there is no such one
 
@@ -226,26 +222,26 @@ class Scheduler:
         }
         overdue = self._overdue()
         for seq in sorted(self._waiting, key=lambda seq: seq is not overdue)[:MAX_CANDIDATES]:  # stable
-            if budget == 0 or len(self._running) >= self.limits.max_num_seqs:
+            if budget.is_spent or len(self._running) >= self.limits.max_num_seqs:
                 break
             shared = self._cached_prefix(seq)
             is_shared_soon = len(shared) < len(seq.block_keys) and seq.block_keys[len(shared)] in in_progress
             if is_shared_soon and seq is not overdue:
                 continue
-            lacking = seq.num_tokens - len(shared) * self._layout.block_size
-            is_completed = lacking <= min(budget, self.limits.max_chunk_tokens)
+            num_shared = len(shared) * self._layout.block_size
+            lacking = seq.num_tokens - num_shared
+            is_completed = lacking <= self.limits.max_chunk_tokens and budget.fits(num_shared, lacking)
             if not is_completed and left_over is not None and lacking >= left_over and seq is not overdue:
                 continue
             missing = self._layout.num_blocks_of(seq.num_tokens) - len(shared)
             if self._running and missing + self.pool.num_evictable(shared) + self._reserve_blocks > self.pool.num_free:
                 break
             self._start(seq, shared, missing)
-            budget -= self._take(seq, budget, scheduled)
+            self._take(seq, budget, scheduled)
             if not is_completed:
                 left_over = lacking
             if seq.num_published_blocks < len(seq.block_keys):
                 in_progress.add(seq.block_keys[seq.num_published_blocks])
-        return budget
 
     def _overdue(self) -> Sequence | None:
         """The oldest waiting sequence, if it was passed over for too long: by priority, or by those that share."""
@@ -297,9 +293,11 @@ class Scheduler:
         return chunks
 
     def record_step_time(self, batch: Batch, step_s: float) -> None:
-        num_prefill_tokens = batch.num_tokens - batch.num_decodes
-        self.stats.record_step_time(step_s, num_prefill_tokens)
-        self._pacer.record(num_prefill_tokens, step_s)
+        """Account for how long a step took; before its commit."""
+        self.stats.record_step_time(step_s, batch.num_tokens - batch.num_decodes)
+        chunks = [pair for pair in zip(batch.sequences, batch.num_new_tokens, strict=True) if pair[1] > 1]
+        cost = sum(self.limits.prompt_cost.of(seq.num_computed_tokens, count) for seq, count in chunks)
+        self._pacer.record(cost, step_s)
 
     def _publish(self, seq: Sequence) -> None:
         if not self.limits.prefix_caching:

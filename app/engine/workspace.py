@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.engine.graphs import batch_sizes, prompt_shapes
-from app.engine.scheduler import Limits
+from app.engine.limits import Limits
 from app.model.attention.mla import MAX_KEYS
 from app.model.config import ModelConfig
 from kernels import invariance

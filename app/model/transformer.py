@@ -76,7 +76,7 @@ class Transformer:
         """config: of the whole model; weights: what this rank holds of it."""
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.ranks, self.weight_bytes_read = ranks or Ranks.alone(), weights.bytes_read
-        self._absorbed_prefill, self._backend = absorbed_prefill, backend
+        self.absorbed_prefill, self._backend = absorbed_prefill, backend
         self._embedding, self._norm, self._lm_head = weights.embedding, weights.norm, weights.lm_head
         cos_sin = rope_table(config, device)
         self._layers = [DecoderLayer(config, layer, cos_sin, backend, self.ranks) for layer in weights.layers]
@@ -106,7 +106,7 @@ class Transformer:
         """
         step = AttentionStep.of(
             inputs,
-            absorbed_prefill=self._absorbed_prefill,
+            absorbed_prefill=self.absorbed_prefill,
             num_heads=self.config.num_heads // self.ranks.tensor.size,
             block_size=cache[0].shape[1],
             backend=self._backend,

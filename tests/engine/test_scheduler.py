@@ -13,7 +13,9 @@ import torch
 from app.cache.layout import CacheLayout
 from app.engine import scheduler as scheduler_module
 from app.engine.batch import Batch
-from app.engine.scheduler import Limits, Scheduler
+from app.engine.limits import Limits
+from app.engine.prompt_cost import PromptCost
+from app.engine.scheduler import Scheduler
 from app.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from app.protocol import GenerateRequest, SamplingParams, TokenChunk
 
@@ -23,7 +25,8 @@ BLOCK = 4
 def make_scheduler(num_blocks: int = 64, **limits: float) -> Scheduler:
     defaults = Limits(
         max_model_len=200, max_num_seqs=8, max_batched_tokens=32, max_chunk_tokens=8, max_waiting_seqs=100,
-        chunk_step=1, max_step_s=1e9, max_passed_over_s=1e9, prefix_caching=True, vocab_size=50,
+        chunk_step=1, max_step_s=1e9, prompt_cost=PromptCost(1e12, 0.0),
+        max_passed_over_s=1e9, prefix_caching=True, vocab_size=50,
         eos_token_ids=frozenset({1}),
     )  # fmt: skip
     layout = CacheLayout(num_layers=1, dim=2, dtype=torch.float32, block_size=BLOCK)

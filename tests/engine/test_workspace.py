@@ -4,13 +4,15 @@ from dataclasses import replace
 
 from app.bench.engine_rates import shape_config
 from app.config import EMBEDDED_MODEL
-from app.engine.scheduler import Limits
+from app.engine.limits import Limits
+from app.engine.prompt_cost import PromptCost
 from app.engine.workspace import workspace_bytes
 from app.model.config import ModelConfig
 
 LIMITS = Limits(
     max_model_len=131072, max_num_seqs=256, max_batched_tokens=8192, max_chunk_tokens=8192, max_waiting_seqs=64,
-    chunk_step=1, max_step_s=0.1, max_passed_over_s=30.0, prefix_caching=True, vocab_size=102400,
+    chunk_step=1, max_step_s=0.1, prompt_cost=PromptCost(1e12, 0.0), max_passed_over_s=30.0,
+    prefix_caching=True, vocab_size=102400,
     eos_token_ids=frozenset(),
 )  # fmt: skip
 
