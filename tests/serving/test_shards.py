@@ -272,28 +272,58 @@ def test_a_rank_that_freezes_or_dies_before_it_loads_ends_the_start(ray: Ray, lo
         frozen.load(ModelSource(), EngineConfig())
 
 
-def test_a_replica_that_freezes_while_loading_is_ended_by_its_ranks(monkeypatch: pytest.MonkeyPatch, ray: Ray) -> None:
-    monkeypatch.setattr(rank_module, "WATCH_PERIOD_S", 0.01)
+class Watched:
+    """Ranks that watch their replica by a clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(rank_module, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep))
+        self._num_looks = 0
+
+    def _sleep(self, _period_s: float) -> None:
+        self._num_looks += 1
+        time.sleep(0.001)
+
+    def look(self) -> None:
+        """Let every rank look several times at what the clock says now."""
+        enough, end_s = self._num_looks + 20, time.monotonic() + WAIT_S
+        while self._num_looks < enough:
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, ray: Ray) -> Iterator[Watched]:
+    """Depends on `ray`, which is there until the watching has ended."""
+    yield Watched(monkeypatch)
+    for thread in [thread for thread in threading.enumerate() if thread.name == "longspan-watch"]:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def test_a_replica_that_freezes_while_loading_is_ended_by_its_ranks(ray: Ray, watched: Watched) -> None:
     replica: Any = Actor()
     rank = Rank(replica, TIMEOUT_S)
     for _ in range(10):
         rank.ping(is_loading=True)
-        time.sleep(TIMEOUT_S / 5)
-    asked_s = time.monotonic()
-    while not ray.killed:
-        assert time.monotonic() - asked_s < 30.0
-        time.sleep(0.01)
-    assert ray.killed[0] is replica and time.monotonic() - asked_s >= TIMEOUT_S / 2
+        watched.now_s += 0.9 * TIMEOUT_S
+        watched.look()
+    assert not ray.killed
+    watched.now_s += 0.2 * TIMEOUT_S
+    watched.look()
+    assert ray.killed[0] is replica
     rank.ping()
 
 
-def test_a_replica_that_has_loaded_is_for_serve_to_watch(monkeypatch: pytest.MonkeyPatch, ray: Ray) -> None:
-    monkeypatch.setattr(rank_module, "WATCH_PERIOD_S", 0.01)
-    monkeypatch.setattr(rank_module, "START_TIMEOUT_S", TIMEOUT_S)
+def test_a_replica_that_has_loaded_is_for_serve_to_watch(ray: Ray, watched: Watched) -> None:
     replica, left_alone = cast(Any, Actor()), cast(Any, Actor())
-    rank = Rank(replica, TIMEOUT_S)
+    rank, unasked = Rank(replica, TIMEOUT_S), Rank(left_alone, TIMEOUT_S)  # which never gets as far as asking
     rank.ping(is_loading=True)
     rank.ping()
-    Rank(left_alone, 100.0)  # which never gets as far as asking
-    time.sleep(3 * TIMEOUT_S)
+    watched.now_s += 0.9 * rank_module.START_TIMEOUT_S
+    watched.look()
+    assert not ray.killed
+    watched.now_s += 0.2 * rank_module.START_TIMEOUT_S
+    watched.look()
     assert set(ray.killed) == {left_alone}
+    unasked.ping()
