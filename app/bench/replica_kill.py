@@ -45,8 +45,9 @@ async def kill_under_load(
     num_streams: int = STREAMS,
     num_whole: int = WHOLE,
     output_tokens: int = OUTPUT_TOKENS,
+    num_begun: int | None = None,
 ) -> KillRun:
-    """Kill once a quarter of the streams has begun. Raises UnavailableError if that takes too long."""
+    """Kill once so many streams have begun (None: a quarter). Raises UnavailableError if that takes too long."""
     planned = PlannedRequest(0.0, PROMPT_TOKENS, output_tokens)
     streamed, whole = ([RequestRecord(planned) for _ in range(count)] for count in (num_streams, num_whole))
     async with Client(url, timeout_s=END_TIMEOUT_S) as client:
@@ -55,7 +56,7 @@ async def kill_under_load(
         for records, stream in ((streamed, True), (whole, False)):
             prompts = PromptMaker(None, stream=stream, seed=seed + stream)
             tasks += [asyncio.create_task(client.send(prompts.body(planned), record, start_s)) for record in records]
-        await _until_streaming(streamed, start_s)
+        await _until_streaming(streamed, num_streams // 4 if num_begun is None else num_begun, start_s)
         begun = [bool(record.event_times_s) for record in streamed]
         victim().kill()
         killed_s = time.perf_counter() - start_s
@@ -73,9 +74,9 @@ async def kill_under_load(
     )
 
 
-async def _until_streaming(records: Sequence[RequestRecord], start_s: float) -> None:
-    """Until a quarter of them has begun. Raises UnavailableError."""
-    while sum(bool(record.event_times_s) for record in records) < len(records) // 4:
+async def _until_streaming(records: Sequence[RequestRecord], num_begun: int, start_s: float) -> None:
+    """Raises UnavailableError."""
+    while sum(bool(record.event_times_s) for record in records) < num_begun:
         if time.perf_counter() - start_s > START_TIMEOUT_S:
             raise UnavailableError(f"streams did not start: {_ends(records)}")
         await asyncio.sleep(0.02)
