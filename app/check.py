@@ -222,8 +222,24 @@ def _pools_lines(application: _Application) -> Iterator[str]:
     if (scaling.short or scaling.long) and policy.get("policy_function") != POLICY_PATH:
         field = "autoscaling_policy.policy_function"
         raise application.error(f"{field}: must be {POLICY_PATH}, or the pools in args.scaling stay as they are", field)
+    _check_fixed_pools(application, scaling)
     for name, pool, limits in (("short", config.short, scaling.short), ("long", config.long, scaling.long)):
         yield f"  {name}: {_pool_line(application, name, pool, limits, model)}"
+
+
+def _check_fixed_pools(application: _Application, scaling: ScalingSettings) -> None:
+    """The monitor's settings can move only the pools that `args` lets scale."""
+    for where, settings in application.user_configs().items():
+        if not isinstance(settings, ScalingSettings):
+            continue
+        for name in ("short", "long"):
+            if getattr(settings, name) is not None and getattr(scaling, name) is None:
+                field = f"{where}.{name}"
+                message = f"has no effect: the pool's number is fixed, as args.scaling.{name} is left out"
+                raise application.error(f"{field}: {message}", field)
+        if settings.budget is not None and not (scaling.short or scaling.long):
+            field = f"{where}.budget"
+            raise application.error(f"{field}: has no effect: no pool is in args.scaling", field)
 
 
 def _pool_line(

@@ -189,6 +189,28 @@ def edited(folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
             "application pools: deployments.0.user_config.short.max_step: ",
         ),
         (
+            lambda d: application(d, "pools").update(
+                deployments=[{"name": "long"}, {"name": "monitor", "user_config": {"short": {"max_replicas": 2}}}]
+            ),
+            "application pools: deployments.1.user_config.short: has no effect: the pool's number is fixed",
+        ),
+        (
+            lambda d: (
+                pools(d).update(scaling={"short": {}}),
+                application(d, "pools").update(
+                    autoscaling_policy={"policy_function": "app.serving.autoscaling:PoolsPolicy"},
+                    deployments=[{"name": "monitor", "user_config": {"short": {}, "long": {}}}],
+                ),
+            ),
+            "application pools: deployments.0.user_config.long: has no effect: the pool's number is fixed",
+        ),
+        (
+            lambda d: application(d, "pools").update(
+                deployments=[{"name": "monitor", "user_config": {"budget": 4}}]
+            ),
+            "application pools: deployments.0.user_config.budget: has no effect",
+        ),
+        (
             lambda d: pools(d).update(model={"path": "${LONGSPAN_UNSET}"}),
             "application pools: args.model.path: the environment",
         ),
