@@ -5,6 +5,10 @@ and on however many threads, so that a row's bits depend on nothing but the row.
 that are read from memory once, in order. Those that are bf16 numbers, as published ones are, take 16 bits there and
 widen in registers without rounding: a step with few rows is bound by the bytes it reads.
 
+Where several processes may share the inner index, it is cut into pieces. Each piece is such a chain; their sums are
+added in fp64, which holds sums of fp32 numbers without rounding unless they differ some 2^25-fold, and then rounds far
+below what fp32 shows. So it makes no difference which process adds what, in which order.
+
     panels [M / 32, K, 16] uint32: word i of panel p at k holds outputs 32 p + i (low half) and 32 p + 16 + i
     panels [M / 32, K, 32] fp32:   other weights
 """
@@ -21,7 +25,7 @@ from kernels import parallel
 from kernels.native import LOG2_E, Array, compiled, exp2_parts
 
 try:
-    from kernels.native_vectors import LANES, PANEL, ROW_TILE, multiply_tile
+    from kernels.native_vectors import LANES, PANEL, ROW_TILE, add_tile, multiply_tile
 except ImportError:  # no Numba: a machine that serves on its GPUs only, where nothing here is called
     LANES, PANEL, ROW_TILE = 16, 32, 1
 
@@ -72,12 +76,17 @@ def _aligned_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return memory[first : first + size].reshape(shape)
 
 
-def linear(x: torch.Tensor, panels: Array, num_outputs: int) -> torch.Tensor:
-    """x [N, K] fp32, rows may be strided, times the packed weight -> [N, num_outputs]."""
-    out = torch.empty(x.shape[0], num_outputs)
-    arrays = x.numpy(), panels, out.numpy()
+def linear(x: torch.Tensor, panels: Array, num_outputs: int, piece_ends: Array | None = None) -> torch.Tensor:
+    """x [N, K] fp32, rows may be strided, times the packed weight -> [N, num_outputs], in fp64 if cut into pieces."""
     ranges = parallel.split(panels.shape[0], (x.shape[0] + parallel.LOAD_COST) * x.shape[1] * num_outputs)
-    parallel.run([partial(product, *arrays, *panel_range) for panel_range in ranges])
+    if piece_ends is None:
+        out = torch.empty(x.shape[0], num_outputs)
+        parts = [partial(product, x.numpy(), panels, out.numpy(), *panel_range) for panel_range in ranges]
+    else:
+        out = torch.empty(x.shape[0], num_outputs, dtype=torch.float64)
+        arrays = x.numpy(), panels, piece_ends, out.numpy()
+        parts = [partial(piece_product, *arrays, *panel_range) for panel_range in ranges]
+    parallel.run(parts)
     return out
 
 
@@ -92,22 +101,21 @@ def project_heads(x: torch.Tensor, panels: Array, num_outputs: int, tail: int) -
 
 
 def apply_experts(
-    x: torch.Tensor, gate_up: Array, down: Array, ids: torch.Tensor, weights: torch.Tensor
+    x: torch.Tensor, gate_up: Array, down: Array, piece_ends: Array, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """fused_experts: gate_up [E, 2I / 32, D, ...] and down [E, D / 32, I, ...] in panels."""
-    out = torch.zeros_like(x)
-    arrays = x.numpy(), gate_up, down, ids.numpy(), weights.numpy()
+    """fused_experts in fp64: gate_up [E, 2I / 32, D, ...] and down [E, D / 32, I, ...] in panels, I cut into pieces."""
     if torch.get_num_threads() == 1:
-        experts(*arrays, out.numpy())
+        out = torch.empty(x.shape, dtype=torch.float64)
+        experts(x.numpy(), gate_up, down, piece_ends, ids.numpy(), weights.numpy(), out.numpy())
         return out
-    source, place, starts = sort_by_expert(ids.numpy(), gate_up.shape[0])
-    results = np.empty((ids.numel(), x.shape[1]), np.float32)
+    pairs, starts = sort_by_expert(ids.numpy(), gate_up.shape[0])
     num_hit = int(np.count_nonzero(np.diff(starts)))
     size = 3 * x.shape[1] * down.shape[2]
     ranges = parallel.split(gate_up.shape[0], (ids.numel() + num_hit * parallel.LOAD_COST) * size, 2)
-    parallel.run([partial(expert_rows, *arrays[:3], source, starts, results, *expert_range) for expert_range in ranges])
-    add_weighted(results, place, weights.numpy(), out.numpy())
-    return out
+    outs = np.zeros((len(ranges), *x.shape))
+    arrays = x.numpy(), gate_up, down, piece_ends, weights.numpy(), pairs, starts
+    parallel.run([partial(add_experts, *arrays, out, *part) for out, part in zip(outs, ranges, strict=True)])
+    return torch.from_numpy(outs.sum(0))
 
 
 @compiled
@@ -116,6 +124,29 @@ def product(x: Array, panels: Array, out: Array, first_panel: int, last_panel: i
     for panel in range(first_panel, last_panel):
         for first in range(0, x.shape[0], ROW_TILE):
             multiply_tile(x, first, panels, panel, out)
+
+
+@compiled
+def add_product(
+    x: Array, panels: Array, piece_ends: Array, rows: Array, out: Array, first_panel: int, last_panel: int
+) -> None:
+    """out[rows[n]] += x[n] @ the packed weight, the columns of some panels, in one sum for each piece of K.
+
+    piece_ends: ascending, the last one K
+    """
+    for panel in range(first_panel, last_panel):
+        for first in range(0, x.shape[0], ROW_TILE):
+            start = 0
+            for end in piece_ends:
+                add_tile(x, first, start, end, panels, panel, rows, out)
+                start = end
+
+
+@compiled
+def piece_product(x: Array, panels: Array, piece_ends: Array, out: Array, first_panel: int, last_panel: int) -> None:
+    """product in fp64, see add_product."""
+    out[:, first_panel * PANEL : last_panel * PANEL] = 0.0
+    add_product(x, panels, piece_ends, np.arange(x.shape[0]), out, first_panel, last_panel)
 
 
 @compiled
@@ -145,14 +176,9 @@ def silu_and_mul(gate_up: Array, out: Array) -> None:
 
 
 @compiled
-def sort_by_expert(ids: Array, num_experts: int) -> tuple[Array, Array, Array]:
-    """Pairs in the order of their experts.
-
-    Returns: source [pairs] the token of each; place [N, k] where a pair stands, -1 without an expert; starts [E + 1]
-    where an expert's pairs begin
-    """
-    source, place = np.empty(ids.size, _i64), np.full(ids.shape, -1, _i64)
-    starts = np.zeros(num_experts + 1, _i64)
+def sort_by_expert(ids: Array, num_experts: int) -> tuple[Array, Array]:
+    """Pairs n * k + j in the order of their experts, without those of none; [E + 1] where an expert's pairs begin."""
+    pairs, starts = np.empty(ids.size, _i64), np.zeros(num_experts + 1, _i64)
     for n in range(ids.shape[0]):
         for j in range(ids.shape[1]):
             if 0 <= ids[n, j] < num_experts:
@@ -164,46 +190,40 @@ def sort_by_expert(ids: Array, num_experts: int) -> tuple[Array, Array, Array]:
         for j in range(ids.shape[1]):
             expert = ids[n, j]
             if 0 <= expert < num_experts:
-                place[n, j], source[following[expert]] = following[expert], n
+                pairs[following[expert]] = n * ids.shape[1] + j
                 following[expert] += 1
-    return source, place, starts
+    return pairs, starts
 
 
 @compiled
-def expert_rows(
-    x: Array, gate_up: Array, down: Array, source: Array, starts: Array, results: Array, first: int, last: int
-) -> None:
-    """results [pairs, D] of the experts from `first` to `last`, in the order of sort_by_expert."""
-    inter, largest = down.shape[2], 0
+def add_experts(
+    x: Array, gate_up: Array, down: Array, piece_ends: Array, weights: Array, pairs: Array, starts: Array, out: Array,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    """Add the results of some experts to the rows of the tokens that chose them."""
+    top_k, inter, largest = weights.shape[1], down.shape[2], 0
     for expert in range(first, last):
         largest = max(largest, starts[expert + 1] - starts[expert])
-    rows, projected = np.empty((largest, x.shape[1]), _f32), np.empty((largest, 2 * inter), _f32)
-    hidden = np.empty((largest, inter), _f32)
+    tokens, rows = np.empty(largest, _i64), np.empty((largest, x.shape[1]), _f32)
+    projected, hidden = np.empty((largest, 2 * inter), _f32), np.empty((largest, inter), _f32)
     for expert in range(first, last):
         start = starts[expert]
         count = starts[expert + 1] - start
         for i in range(count):
-            rows[i] = x[source[start + i]]
+            tokens[i] = pairs[start + i] // top_k
+            rows[i] = x[tokens[i]]
         product(rows[:count], gate_up[expert], projected[:count], 0, gate_up.shape[1])
         silu_and_mul(projected[:count], hidden[:count])
-        product(hidden[:count], down[expert], results[start : start + count], 0, down.shape[1])
+        for i in range(count):
+            hidden[i] *= weights[tokens[i], pairs[start + i] % top_k]
+        add_product(hidden[:count], down[expert], piece_ends, tokens[:count], out, 0, down.shape[1])
 
 
 @compiled
-def add_weighted(results: Array, place: Array, weights: Array, out: Array) -> None:
-    """out[n] += sum_j weights[n,j] * results[place[n,j]], in the order of j, without the places of -1."""
-    for n in range(out.shape[0]):
-        for j in range(place.shape[1]):
-            if place[n, j] >= 0:
-                weight, row = weights[n, j], results[place[n, j]]
-                for d in range(out.shape[1]):
-                    out[n, d] += weight * row[d]
-
-
-@compiled
-def experts(x: Array, gate_up: Array, down: Array, ids: Array, weights: Array, out: Array) -> None:
+def experts(
+    x: Array, gate_up: Array, down: Array, piece_ends: Array, ids: Array, weights: Array, out: Array
+) -> None:  # fmt: skip
     """apply_experts in one call."""
-    source, place, starts = sort_by_expert(ids, gate_up.shape[0])
-    results = np.empty((ids.size, x.shape[1]), _f32)
-    expert_rows(x, gate_up, down, source, starts, results, 0, gate_up.shape[0])
-    add_weighted(results, place, weights, out)
+    out[:] = 0.0
+    pairs, starts = sort_by_expert(ids, gate_up.shape[0])
+    add_experts(x, gate_up, down, piece_ends, weights, pairs, starts, out, 0, gate_up.shape[0])

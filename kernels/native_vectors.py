@@ -21,6 +21,7 @@ HEAD_TILE, KEY_TILE = 2, 8  # dot products of attention that are computed togeth
 VALUE_TILE = 128  # columns of attention's values
 _Float, _Word, _Index = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _Floats, _Words = ir.VectorType(_Float, LANES), ir.VectorType(_Word, LANES)
+_Doubles = ir.VectorType(ir.DoubleType(), LANES)
 _Mask = ir.VectorType(ir.IntType(1), LANES)
 _ZEROS = ir.Constant(_Floats, [0.0] * LANES)
 _declare: Any = cgutils.get_or_insert_function
@@ -66,16 +67,18 @@ def _first_lanes(builder: Any, count: Any) -> Any:
 
 
 def _masked_store(builder: Any, values: Any, place: Any, mask: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [_Floats, _Floats.as_pointer(), _Word, _Mask])
-    store = _declare(builder.module, kind, f"llvm.masked.store.v{LANES}f32.p0")
-    builder.call(store, [values, place, ir.Constant(_Word, 4), mask])
+    kind = ir.FunctionType(ir.VoidType(), [values.type, values.type.as_pointer(), _Word, _Mask])
+    bits = 32 if values.type == _Floats else 64
+    store = _declare(builder.module, kind, f"llvm.masked.store.v{LANES}f{bits}.p0")
+    builder.call(store, [values, place, ir.Constant(_Word, bits // 8), mask])
 
 
-def _masked_load(builder: Any, place: Any, mask: Any) -> Any:
+def _masked_load(builder: Any, place: Any, mask: Any, vector: Any = _Floats) -> Any:
     """0 in the other lanes."""
-    kind = ir.FunctionType(_Floats, [_Floats.as_pointer(), _Word, _Mask, _Floats])
-    load = _declare(builder.module, kind, f"llvm.masked.load.v{LANES}f32.p0")
-    return builder.call(load, [place, ir.Constant(_Word, 4), mask, _ZEROS])
+    kind = ir.FunctionType(vector, [vector.as_pointer(), _Word, _Mask, vector])
+    bits = 32 if vector == _Floats else 64
+    load = _declare(builder.module, kind, f"llvm.masked.load.v{LANES}f{bits}.p0")
+    return builder.call(load, [place, ir.Constant(_Word, bits // 8), mask, ir.Constant(vector, [0.0] * LANES)])
 
 
 def _sum_loop(builder: Any, count: Any, sums: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
@@ -113,49 +116,90 @@ def _panel_row(builder: Any, panels: _Array, panel: Any, k: Any) -> tuple[Any, A
     return builder.bitcast(low, _Floats), builder.bitcast(high, _Floats)
 
 
-def _multiply_tile(typing: Any, x: Any, first: Any, panels: Any, panel: Any, out: Any) -> Any:
-    """out[first : first + ROW_TILE, the panel's columns] = x[the same rows] @ the panel; fewer rows at x's end.
+def _row_sums(
+    builder: Any, x: _Array, rows: list[Any], panels: _Array, panel: Any, start: Any, end: Any
+) -> list[tuple[Any, Any]]:
+    """x[row, start:end] @ panel[start:end] of each row, as two vectors.
 
     Numba's own loops keep no sums in registers here.
     """
+
+    def step(i: Any, sums: list[Any]) -> list[Any]:
+        k = builder.add(start, i)
+        weights = _panel_row(builder, panels, panel, k)
+        factors = [_splat(builder, builder.load(x.at(row, k, kind=_Float))) for row in rows]
+        halves = [(factor, weight) for factor in factors for weight in weights]
+        return [_fma(builder, *pair, total) for pair, total in zip(halves, sums, strict=True)]
+
+    sums = _sum_loop(builder, builder.sub(end, start), [_ZEROS] * (2 * len(rows)), step)
+    return list(zip(sums[::2], sums[1::2], strict=True))
+
+
+def _for_row_tile(builder: Any, num_rows: Any, first: Any, body: Callable[[list[Any]], None]) -> None:
+    """body(rows first : first + ROW_TILE), of fewer at the end."""
+    done = builder.append_basic_block("done")
+    choice = builder.switch(builder.sub(num_rows, first), builder.append_basic_block("whole"))
+    for count in range(ROW_TILE, 0, -1):
+        block = choice.default if count == ROW_TILE else builder.append_basic_block(f"rows{count}")
+        if count < ROW_TILE:
+            choice.add_case(_index(count), block)
+        builder.position_at_end(block)
+        body([builder.add(first, _index(row)) for row in range(count)])
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
+def _panel_places(builder: Any, panel: Any, num_columns: Any) -> list[tuple[Any, Any]]:
+    """The first column of each half of a panel, and the mask of those that exist."""
+    starts = [builder.add(builder.mul(panel, _index(PANEL)), _index(half * LANES)) for half in (0, 1)]
+    return [(start, _first_lanes(builder, builder.sub(num_columns, start))) for start in starts]
+
+
+def _multiply_tile(typing: Any, x: Any, first: Any, panels: Any, panel: Any, out: Any) -> Any:
+    """out[first : first + ROW_TILE, the panel's columns] = x[the same rows] @ the panel; fewer rows at x's end."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x_array, panels_array, out_array = (
             _Array(context, builder, signature.args[place], args[place]) for place in (0, 2, 4)
         )
-        first, panel = args[1], args[3]
-        column = builder.mul(panel, _index(PANEL))
-        num_columns = builder.sub(out_array.shape[1], column)
+        places = _panel_places(builder, args[3], out_array.shape[1])
 
-        def rows(count: int) -> None:
-            places = [builder.add(first, _index(row)) for row in range(count)]
+        def multiply(rows: list[Any]) -> None:
+            sums = _row_sums(builder, x_array, rows, panels_array, args[3], _index(0), x_array.shape[1])
+            for half, (start, mask) in enumerate(places):
+                for row, values in zip(rows, sums, strict=True):
+                    _masked_store(builder, values[half], out_array.at(row, start), mask)
 
-            def step(k: Any, sums: list[Any]) -> list[Any]:
-                weights = _panel_row(builder, panels_array, panel, k)
-                factors = [_splat(builder, builder.load(x_array.at(row, k, kind=_Float))) for row in places]
-                halves = [(factor, weight) for factor in factors for weight in weights]
-                return [_fma(builder, *pair, total) for pair, total in zip(halves, sums, strict=True)]
-
-            sums = _sum_loop(builder, x_array.shape[1], [_ZEROS] * (2 * count), step)
-            for half in (0, 1):
-                start = builder.add(column, _index(half * LANES))
-                mask = _first_lanes(builder, builder.sub(num_columns, _index(half * LANES)))
-                for row, values in zip(places, sums[half::2], strict=True):
-                    _masked_store(builder, values, out_array.at(row, start), mask)
-
-        done = builder.append_basic_block("done")
-        choice = builder.switch(builder.sub(x_array.shape[0], first), builder.append_basic_block("whole"))
-        for count in range(ROW_TILE, 0, -1):
-            block = choice.default if count == ROW_TILE else builder.append_basic_block(f"rows{count}")
-            if count < ROW_TILE:
-                choice.add_case(_index(count), block)
-            builder.position_at_end(block)
-            rows(count)
-            builder.branch(done)
-        builder.position_at_end(done)
+        _for_row_tile(builder, x_array.shape[0], args[1], multiply)
         return context.get_dummy_value()
 
     return types.void(x, types.int64, panels, types.int64, out), emit
+
+
+def _add_tile(
+    typing: Any, x: Any, first: Any, start: Any, end: Any, panels: Any, panel: Any, rows: Any, out: Any
+) -> Any:
+    """out[rows[n], the panel's columns] += x[n, start:end] @ panel[start:end], n as of multiply_tile, `out` in fp64."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x_array, panels_array, rows_array, out_array = (
+            _Array(context, builder, signature.args[place], args[place]) for place in (0, 4, 6, 7)
+        )
+        places = _panel_places(builder, args[5], out_array.shape[1])
+
+        def multiply(rows: list[Any]) -> None:
+            sums = _row_sums(builder, x_array, rows, panels_array, args[5], args[2], args[3])
+            for row, values in zip(rows, sums, strict=True):
+                out_row = builder.load(rows_array.at(row, kind=_Index))
+                for (column, mask), part in zip(places, values, strict=True):
+                    place = out_array.at(out_row, column, kind=_Doubles)
+                    total = builder.fadd(_masked_load(builder, place, mask, _Doubles), builder.fpext(part, _Doubles))
+                    _masked_store(builder, total, place, mask)
+
+        _for_row_tile(builder, x_array.shape[0], args[1], multiply)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, types.int64, types.int64, panels, types.int64, rows, out), emit
 
 
 def _sums_of(builder: Any, vectors: list[Any]) -> Any:
@@ -272,5 +316,6 @@ def _value_tile(
 
 
 multiply_tile: Any = intrinsic(_multiply_tile)
+add_tile: Any = intrinsic(_add_tile)
 score_tile: Any = intrinsic(_score_tile)
 value_tile: Any = intrinsic(_value_tile)

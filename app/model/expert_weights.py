@@ -9,6 +9,7 @@ import torch
 from app.model.checkpoint import SCALE_SUFFIX, Span, covering_blocks
 from app.model.config import FP8_BLOCK, ModelConfig
 from app.model.moe import Experts, Fp8Layer
+from app.model.sharding import piece_ends
 from kernels.checks import Backend, use_triton
 from kernels.experts_cpu import CpuExperts
 from kernels.fp8_experts import Fp8Experts
@@ -38,7 +39,7 @@ class ExpertStack:
         sample = torch.empty(0, dtype=dtype, device=device)
         # On a CPU one expert after the other passes through the same memory.
         is_packed = not use_triton(sample, backend) and CpuExperts.can_hold(sample)
-        self._packed = CpuExperts(count) if is_packed else None
+        self._packed = CpuExperts(count, piece_ends(config, width)) if is_packed else None
         if is_packed:
             count = 1
         stored = torch.float8_e4m3fn if self._is_fp8 else dtype

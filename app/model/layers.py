@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -15,20 +17,27 @@ from kernels.row_linear import linear_rows
 
 class Linear:
     """x W^T + b. On CPU in fp32 the weight lies packed: with few rows a product is bound by how fast the weight
-    streams in, and a row keeps its bits whatever other rows there are."""
+    streams in, and a row keeps its bits whatever other rows there are.
 
-    __slots__ = ("_bias", "_num_outputs", "_weight")
+    piece_ends: for inputs that ranks split, see sharding.piece_ends. On CPU in fp32 the result then is fp64, so that
+    the sum over the ranks has the bits that one rank gives.
+    """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    __slots__ = ("_bias", "_num_outputs", "_piece_ends", "_weight")
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, piece_ends: Sequence[int] | None = None
+    ) -> None:
         """weight: [out, in]; bias: [out]."""
         self._bias, self._num_outputs = bias, weight.shape[0]
+        self._piece_ends = None if piece_ends is None else np.array(piece_ends, np.int64)
         self._weight = native_products.pack(weight) if native.can_run(weight) else weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in], rows may be strided -> [N, out]."""
         if isinstance(self._weight, torch.Tensor):
             return linear_rows(x, self._weight, self._bias) if x.is_cuda else F.linear(x, self._weight, self._bias)
-        y = native_products.linear(x, self._weight, self._num_outputs)
+        y = native_products.linear(x, self._weight, self._num_outputs, self._piece_ends)
         return y if self._bias is None else y.add_(self._bias)
 
 
@@ -40,7 +49,7 @@ class GatedMlp:
     down: Linear  # I -> D
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, D] -> [N, D]."""
+        """[N, D] -> [N, D], in fp64 if `down` says so."""
         return self.down.forward(silu_and_mul(self.gate_up.forward(x)))
 
 

@@ -31,7 +31,10 @@ class Experts:
     def forward(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [N, D], ids [N, k] int32, -1 for none, weights [N, k] fp32 -> [N, D]; see fused_experts."""
+        """x [N, D], ids [N, k] int32, -1 for none, weights [N, k] fp32 -> [N, D]; see fused_experts.
+
+        Of packed experts the result is fp64: sums that do not depend on which rank adds what.
+        """
         if isinstance(self._weights, CpuExperts):
             if counts is not None:
                 counts.numpy()[:] += np.bincount(ids.numpy().ravel() + 1, minlength=len(counts) + 1)[1:]

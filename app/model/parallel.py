@@ -85,15 +85,9 @@ class Group:
             self._is_alone = self.size == 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place; `x` is contiguous.
-
-        On a CPU it is added up in the ranks' order, so that a value does not depend on where in `x` it stands.
-        """
+        """The sum over the ranks, in place and in any order; `x` is contiguous."""
         if self._is_alone:
             return x
-        if not x.is_cuda and self.size > 2:
-            parts = self.all_gather(x.view(1, -1))
-            return x.copy_(functools.reduce(torch.add, parts).view(x.shape))
         with _losing_ranks():
             dist.all_reduce(x, group=self._handle)
         return x

@@ -11,6 +11,7 @@ from app.model.config import FP8_BLOCK, ModelConfig
 from app.model.placement import ExpertPlacement
 
 WIDTH_UNIT = 8  # values: rows of 16 bytes in 16-bit weights, as the expert kernels want them
+EXACT_TENSOR = (2, 3, 4)  # so many tensor ranks give the bits of one, on a CPU in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,7 @@ class Shard:
                 placement = ExpertPlacement.even(config.moe.num_experts, expert)
             else:
                 placement = ExpertPlacement.read(Path(placement_file), config.moe.num_experts, expert)
-        # Blocks of FP8 stay whole: a rank with a part of one could not use its scale.
-        return cls(rank % tensor, tensor, rank // tensor, placement, FP8_BLOCK if config.is_fp8 else WIDTH_UNIT)
+        return cls(rank % tensor, tensor, rank // tensor, placement, _width_unit(config))
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.num_ranks}"
@@ -71,17 +71,41 @@ class Shard:
         count = num_heads // self.num_tensor * dim
         return Span(num_heads * dim, self.tensor_rank * count, count)
 
-    def width(self, total: int) -> Span:
-        """Of a gated MLP."""
-        units = (self.width_unit, WIDTH_UNIT, 1)
-        unit = next(unit for unit in units if unit == 1 or (total % unit == 0 and total // unit >= self.num_tensor))
+    def width(self, size: int, count: int = 1) -> Span:
+        """Of a gated MLP, or of `count` of them side by side."""
         first, end = (
-            total // unit * rank // self.num_tensor * unit for rank in (self.tensor_rank, self.tensor_rank + 1)
+            _cut(size, count, rank, self.num_tensor, self.width_unit)
+            for rank in (self.tensor_rank, self.tensor_rank + 1)
         )
-        return Span(total, first, end - first)
+        return Span(size * count, first, end - first)
 
     def vocabulary(self, size: int) -> tuple[Span, int]:
         """This rank's range, and the size to which every rank's is padded."""
         padded = -(-size // self.num_tensor)
         first = min(self.tensor_rank * padded, size)
         return Span(size, first, min(padded, size - first)), padded
+
+
+def piece_ends(config: ModelConfig, span: Span, *, count: int = 1, head_dim: int | None = None) -> list[int]:
+    """Where the pieces of a span end which no number of ranks in EXACT_TENSOR takes apart, counted from its start.
+
+    span: of the inputs of a projection that tensor ranks split: of heads of `head_dim` values, or of the width of an
+        MLP or of `count` of them side by side
+    """
+    size, unit = span.total // count, head_dim or _width_unit(config)
+    num_ranks = [tensor for tensor in EXACT_TENSOR if config.num_heads % tensor == 0]
+    inside = {0, *(_cut(size, 1, rank, tensor, unit) for tensor in num_ranks for rank in range(tensor))}
+    ends = {start + cut - span.start for start in range(0, span.total, size) for cut in inside}
+    return [*sorted(end for end in ends if 0 < end < span.count), span.count]
+
+
+def _cut(size: int, count: int, rank: int, num_ranks: int, unit: int) -> int:
+    """Where the part of `rank` begins: at a multiple of `unit`, else of WIDTH_UNIT, where an MLP has enough of them."""
+    units = (each for each in (unit, WIDTH_UNIT) if size % each == 0 and size // each >= num_ranks)
+    chosen = next(units, 1)
+    return size // chosen * count * rank // num_ranks * chosen
+
+
+def _width_unit(config: ModelConfig) -> int:
+    """Blocks of FP8 stay whole: a rank with a part of one could not use its scale."""
+    return FP8_BLOCK if config.is_fp8 else WIDTH_UNIT

@@ -46,19 +46,24 @@ class SpreadExperts:
         self.counts = torch.zeros(weights.config.num_experts, dtype=torch.int64, device=device)
 
     def forward(self, x: torch.Tensor, rows: SharedRows) -> torch.Tensor:
-        """x [n, D], this rank's rows -> [n, D]; `rows` are those of all ranks, padding has slot -1."""
+        """x [n, D], this rank's rows -> [n, D]; `rows` are those of all ranks, padding has slot -1.
+
+        The result is fp64 if the experts' are, see Experts.
+        """
         shared, total = self._padded(x, rows) if x.shape[0] <= self._max_padded_rows else self._packed(x, rows)
-        return total.to(x.dtype) if shared is None else total.add_(shared).to(x.dtype)
+        total = total if shared is None else total.add_(shared)
+        return total if total.dtype == torch.float64 else total.to(x.dtype)
 
     def _padded(self, x: torch.Tensor, rows: SharedRows) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The shared experts' result and the routed ones' in fp32; every rank routes all rows, in the same bits."""
+        """The shared experts' result and the sum of the routed ones'; every rank routes all rows, in the same bits."""
         gathered = self._group.start_all_gather(x)
         shared = self._shared.forward(x) if self._shared else None
         all_x = gathered.wait()
         ids, weights = self._router.choose(all_x, rows.slots)
         places = place_experts(ids, rows.slots, self._slots, self.counts, backend=self._backend)
         parts = self._group.start_all_to_all(self._experts.forward(all_x, places, weights), None, None).wait()
-        return shared, reduce(torch.add, parts.view(self._group.size, *x.shape)[1:], parts[: x.shape[0]].float())
+        first, *others = parts.view(self._group.size, *x.shape)
+        return shared, reduce(torch.add, others, first.to(_sum_dtype(parts)))
 
     def _packed(self, x: torch.Tensor, rows: SharedRows) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Likewise; the ranks tell each other what they route where, then send no row in vain."""
@@ -79,9 +84,13 @@ class SpreadExperts:
         weights = weights.view(torch.float32).index_select(0, here)
         results = self._experts.forward(arrived, places.index_select(0, here), weights)
         back = self._group.start_all_to_all(results, received, sent).wait()
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        total = torch.zeros(x.shape, dtype=_sum_dtype(back), device=x.device)
         for part, at in zip(
             back.split(sent), leaving.split(sent), strict=True
         ):  # one rank after the other: no row twice
             total[at] += part
         return shared, total
+
+
+def _sum_dtype(parts: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(parts.dtype, torch.float32)

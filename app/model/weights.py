@@ -23,7 +23,7 @@ from app.model.config import ModelConfig, MoeConfig
 from app.model.expert_weights import ExpertStack
 from app.model.layers import GatedMlp, Linear
 from app.model.moe import MoeWeights
-from app.model.sharding import Shard
+from app.model.sharding import Shard, piece_ends
 from kernels.checks import Backend
 
 __all__ = ["LayerWeights", "ModelWeights", "TensorSource", "checkpoint_digest", "load_weights", "random_weights"]
@@ -191,7 +191,7 @@ class _Assembler:
         if config.moe is not None and config.is_moe_layer(index):
             mlp = self._moe(prefix + "mlp.", config.moe, index)
         else:
-            mlp = self._mlp(prefix + "mlp.", self._shard.width(config.intermediate_size))
+            mlp = self._mlp(prefix + "mlp.", config.intermediate_size)
         return LayerWeights(
             input_norm=self._tensor(prefix + "input_layernorm.weight", hidden),
             attention=self._attention(prefix + "self_attn."),
@@ -220,19 +220,23 @@ class _Assembler:
             q_norm = self._tensor(prefix + "q_a_layernorm.weight", Span.whole(rank))
             q_b = self._linear({prefix + "q_b_proj": q_rows}, Span.whole(rank))
         kv_rows = heads(config.num_heads, config.qk_nope_head_dim + config.v_head_dim)
+        o_columns = heads(config.num_heads, config.v_head_dim)
+        o_ends = piece_ends(config, o_columns, head_dim=config.v_head_dim)
         return MlaWeights(
             qkv_a=self._linear(names, hidden, qkv_a_bias),
             q_norm=q_norm,
             q_b=q_b,
             kv_norm=self._tensor(prefix + "kv_a_layernorm.weight", Span.whole(config.kv_lora_rank)),
             kv_b=self._tensor(prefix + "kv_b_proj.weight", kv_rows, Span.whole(config.kv_lora_rank)),
-            o=self._linear({prefix + "o_proj": hidden}, heads(config.num_heads, config.v_head_dim), o_bias),
+            o=self._linear({prefix + "o_proj": hidden}, o_columns, o_bias, o_ends),
         )
 
-    def _mlp(self, prefix: str, width: Span) -> GatedMlp:
-        hidden = Span.whole(self._config.hidden_size)
+    def _mlp(self, prefix: str, size: int, count: int = 1) -> GatedMlp:
+        """One MLP, or `count` of them side by side."""
+        hidden, width = Span.whole(self._config.hidden_size), self._shard.width(size, count)
+        ends = piece_ends(self._config, width, count=count)
         gate_up = self._linear({prefix + "gate_proj": width, prefix + "up_proj": width}, hidden)
-        return GatedMlp(gate_up, self._linear({prefix + "down_proj": hidden}, width))
+        return GatedMlp(gate_up, self._linear({prefix + "down_proj": hidden}, width, piece_ends=ends))
 
     def _moe(self, prefix: str, moe: MoeConfig, layer: int) -> MoeWeights:
         hidden, width, shard = Span.whole(self._config.hidden_size), moe.intermediate_size, self._shard
@@ -250,7 +254,7 @@ class _Assembler:
             stack.fill(self._source, len(experts) + index, prefix + "shared_experts.", span)
         shared = None
         if placement is not None and moe.num_shared_experts:
-            shared = self._mlp(prefix + "shared_experts.", shard.width(moe.num_shared_experts * width))
+            shared = self._mlp(prefix + "shared_experts.", width, moe.num_shared_experts)
         router = torch.empty(moe.num_experts, hidden.total, dtype=torch.float32, device=self._device)
         self._source.fill(prefix + "gate.weight", router)
         bias = None
@@ -267,11 +271,14 @@ class _Assembler:
         self._source.fill(name, tensor, spans)
         return tensor
 
-    def _linear(self, rows: dict[str, Span], columns: Span, bias: torch.Tensor | None = None) -> Linear:
+    def _linear(
+        self, rows: dict[str, Span], columns: Span, bias: torch.Tensor | None = None,
+        piece_ends: Sequence[int] | None = None,
+    ) -> Linear:  # fmt: skip
         """Projections of the same input, one above the other, given as name -> rows."""
         weight = self._empty(sum(span.count for span in rows.values()), columns.count)
         start = 0
         for name, span in rows.items():
             self._source.fill(name + ".weight", weight[start : start + span.count], (span, columns))
             start += span.count
-        return Linear(weight, bias)
+        return Linear(weight, bias, piece_ends)

@@ -1,4 +1,4 @@
-"""Engines over several ranks give the tokens of one: heads, widths, vocabulary, rows and experts split between them."""
+"""Engines over several ranks give the bits of one: heads, widths, vocabulary, rows and experts split between them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from app.protocol import GenerateRequest
 from tests.checkpoints import FAMILIES, quantize_checkpoint, save_random_checkpoint
 from tests.engine.sharded import (
     answer,
+    check_same_logits,
     engine_config,
     greedy,
     prompt_of,
-    relative_difference,
     sharded_engine,
 )
 
-# Of the largest logit. Ranks add up in another order: fp32 rounds each of some hundred sums to 6e-8 of its size.
-MAX_LOGIT_DIFFERENCE = 1e-5
 SMALL = {"cache_blocks": 9, "max_batched_tokens": 80, "max_chunk_tokens": 48}  # chunks, and preemption
 
 
@@ -53,7 +51,7 @@ def check_equal(folder: Path, tensor: int, expert: int, padded_rows: int = 0) ->
         found = answer(sharded.engine, requests)
         stats = sharded.engine.stats()
     assert found.tokens == expected.tokens
-    assert relative_difference(found, expected) <= MAX_LOGIT_DIFFERENCE
+    check_same_logits(found, expected)
     assert stats.num_preemptions > 0
     assert found.num_cached["shared"] == 128
 
@@ -66,8 +64,8 @@ def test_two_expert_ranks_on_the_embedded_model() -> None:
     check_equal(EMBEDDED_MODEL, tensor=1, expert=2)
 
 
-def test_two_expert_ranks_in_the_form_of_cuda_graphs(tmp_path: Path) -> None:
-    check_equal(random_checkpoint(tmp_path, "v3"), tensor=1, expert=2, padded_rows=1024)
+def test_two_by_two_in_the_form_of_cuda_graphs(tmp_path: Path) -> None:
+    check_equal(random_checkpoint(tmp_path, "v3"), tensor=2, expert=2, padded_rows=1024)
 
 
 @pytest.mark.full
@@ -78,8 +76,16 @@ def test_random_models(tmp_path: Path, family: str, tensor: int, expert: int) ->
 
 
 @pytest.mark.full
-def test_two_by_two_on_the_embedded_model() -> None:
-    check_equal(EMBEDDED_MODEL, tensor=2, expert=2)
+@pytest.mark.parametrize(("tensor", "expert"), [(3, 1), (2, 2)])
+def test_more_ranks_on_the_embedded_model(tensor: int, expert: int) -> None:
+    check_equal(EMBEDDED_MODEL, tensor, expert)
+
+
+@pytest.mark.full
+def test_widths_that_nothing_divides(tmp_path: Path) -> None:
+    """Ranks of unequal parts, and three shared experts that begin within a rank's part."""
+    sizes = {"intermediate_size": 99, "moe_intermediate_size": 40, "n_shared_experts": 3}
+    check_equal(random_checkpoint(tmp_path, "v3", **sizes), tensor=2, expert=2)
 
 
 @pytest.mark.full
@@ -123,7 +129,7 @@ def check_counts(folder: Path, placement: Path | None = None) -> dict[str, list[
         found = answer(sharded.engine, requests)
         counts = sharded.engine.stats().expert_tokens
     assert found.tokens == expected.tokens
-    assert relative_difference(found, expected) <= MAX_LOGIT_DIFFERENCE
+    check_same_logits(found, expected)
     assert counts == alone.stats().expert_tokens
     by_layer: dict[str, list[int]] = {}
     for key, count in counts.items():

@@ -49,6 +49,27 @@ def test_pairs_without_an_expert_add_nothing(num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
+def test_experts_give_the_same_bits_in_parts(num_threads: int) -> None:
+    """Each part has some of the experts and a piece of their width."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        gate_up, down = weights_of(17, 384, 72)
+        x, ids, weights = tokens_of(64, 384, 17, 5)
+        whole = CpuExperts.of(gate_up, down, [40, 72]).forward(x, ids, weights)
+        total = torch.zeros_like(whole)
+        for first, last in ((9, 17), (0, 9)):
+            own_ids = torch.where((ids >= first) & (ids < last), ids - first, -1)
+            for start, end in ((40, 72), (0, 40)):
+                own_gate_up = torch.cat([half[first:last, start:end] for half in gate_up.chunk(2, dim=1)], dim=1)
+                part = CpuExperts.of(own_gate_up, down[first:last, :, start:end])
+                total += part.forward(x, own_ids, weights)
+        assert_bitwise_equal(total.float(), whole.float())
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(("dim", "inter"), [(384, 128), (64, 32), (200, 72)])
 def test_a_tokens_bits_depend_on_nothing_else(dim: int, inter: int, num_threads: int) -> None:
     before = torch.get_num_threads()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, permutations
+
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +38,25 @@ def test_a_rows_bits_do_not_depend_on_the_others(inner: int, outer: int, dtype: 
     many = native_products.linear(x, panels, outer)
     for count in range(1, 2 * native_products.ROW_TILE + 1):
         assert_bitwise_equal(native_products.linear(x[-count:], panels, outer), many[-count:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inner", "outer"), SHAPES)
+def test_sums_of_pieces_are_the_same_wherever_they_are_added(inner: int, outer: int, dtype: torch.dtype) -> None:
+    x, weight = operands(inner, outer, dtype)
+    ends = sorted({inner // 3, inner // 2, inner} - {0})
+    whole = native_products.linear(x, native_products.pack(weight), outer, np.array(ends))
+    assert_close(whole, x.double() @ weight.double().t(), RELATIVE_TOLERANCE)
+    parts = [
+        native_products.linear(
+            x[:, start:end], native_products.pack(weight[:, start:end]), outer, np.array([end - start])
+        )
+        for start, end in pairwise([0, *ends])
+    ]
+    for order in permutations(parts):
+        assert_bitwise_equal(torch.stack(order).sum(0).float(), whole.float())
+    alone = native_products.linear(x[-1:], native_products.pack(weight), outer, np.array(ends))
+    assert_bitwise_equal(alone, whole[-1:])
 
 
 def test_sixteen_bits_are_kept_where_they_lose_nothing() -> None:

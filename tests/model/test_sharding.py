@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from app.model.checkpoint import Checkpoint
+from app.model.checkpoint import Checkpoint, Span
 from app.model.config import ModelConfig
 from app.model.placement import ExpertPlacement
-from app.model.sharding import Shard
+from app.model.sharding import EXACT_TENSOR, Shard, piece_ends
 from app.model.weights import load_weights, random_weights
 from tests.checkpoints import save_random_checkpoint
 
@@ -43,6 +44,24 @@ def test_fp8_blocks_stay_whole_where_there_are_enough() -> None:
 def test_heads_stay_whole() -> None:
     spans = [Shard(rank, 4).heads(8, 10) for rank in range(4)]
     assert [(span.start, span.count, span.total) for span in spans] == [(20 * rank, 20, 80) for rank in range(4)]
+
+
+@given(st.integers(1, 3000), st.integers(1, 3), st.sampled_from([4, 6, 12]), st.booleans())
+def test_no_rank_has_a_part_of_a_piece(width: int, num_experts: int, num_heads: int, is_fp8: bool) -> None:
+    """The pieces of a rank are pieces of the whole, whether its experts' widths are cut one by one or side by side."""
+    config = replace(ModelConfig.from_folder(ROOT / "app/assets/tiny"), num_heads=num_heads, is_fp8=is_fp8)
+    one = {0, *piece_ends(config, Span.whole(width))}
+    all_ = {0, *piece_ends(config, Span.whole(num_experts * width), count=num_experts)}
+    assert all_ == {index * width + end for index in range(num_experts) for end in one}
+    for num_ranks in (1, *EXACT_TENSOR):
+        if num_heads % num_ranks:
+            continue
+        for rank in range(num_ranks):
+            shard = Shard.of(config, rank, num_ranks, 1)
+            for count, ends in ((1, one), (num_experts, all_)):
+                span = shard.width(width, count)
+                own = {span.start, *(span.start + end for end in piece_ends(config, span, count=count))}
+                assert own == {end for end in ends if span.start <= end <= span.start + span.count}
 
 
 def bytes_read(folder: Path, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -189,7 +189,7 @@ class MlaAttention:
         if not parts:
             parts.append(q.new_zeros(q.shape[0], self._num_heads, self._value_dim))
         heads = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._ranks.tensor.all_reduce(weights.o.forward(heads.flatten(1)))
+        return self._ranks.tensor.all_reduce(weights.o.forward(heads.flatten(1))).to(x.dtype)
 
     def _write_rows(self, kv: torch.Tensor, q: torch.Tensor, rows: SharedRows, cache: torch.Tensor) -> None:
         """Write the latents of all ranks' rows; their queries are elsewhere."""
