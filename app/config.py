@@ -222,7 +222,7 @@ class RouterSettings(FrozenModel):
     spills: bool = True  # a short request may go to an idle long pool while its own has a queue,
     # and a long one to a short pool where nobody waits, if its prompt takes no longer than this there
     spill_bound_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
-    max_retries: Annotated[int, Field(ge=0, le=10)] = 2  # after the loss of a replica, before the first token
+    max_retries: Annotated[int, Field(ge=0, le=10)] = 2  # after the loss of a replica, before the client has a token
     max_hold_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0  # while a pool has no replica; then 503
 
 
