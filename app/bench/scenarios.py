@@ -181,7 +181,7 @@ def replica_kill(options: ScenarioOptions) -> dict[str, Any]:
 def overload(options: ScenarioOptions) -> dict[str, Any]:
     """Three times what a replica can serve, for 25 s: throughput >= 0.8 of its peak, 429s answered within 300 ms (p99).
 
-    Every accepted request finishes, and two seconds after the last has ended a request is accepted again. Nothing spills
+    Every accepted request finishes, and two seconds after the last has ended one is accepted again. Nothing spills
     to the other pool: on the same two cores its replica would add no capacity, and take the first one's time.
     """
     from app.bench.overload import overload_run
