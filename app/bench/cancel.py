@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import ray
 from ray import serve
 
 from app.bench.client import Client, PromptMaker, RequestRecord
+from app.bench.cluster import join_cluster
 from app.bench.traffic import PlannedRequest
 from app.errors import UnavailableError
 from app.protocol import EngineStats
@@ -48,11 +48,7 @@ class PoolStats:
 
     def __init__(self, address: str, application: str = "pools") -> None:
         """Raises UnavailableError if the cluster cannot be joined."""
-        try:
-            logging.getLogger("ray.serve").setLevel(logging.ERROR)
-            ray.init(address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError) as error:
-            raise UnavailableError(f"no Ray cluster at {address}: {error}") from None
+        join_cluster(address)
         self._handles = [serve.get_deployment_handle(pool, app_name=application) for pool in _POOLS]
 
     async def state(self) -> PoolState:

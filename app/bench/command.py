@@ -169,7 +169,8 @@ def _run_compare(options: argparse.Namespace) -> int:
 
 
 def _run_engine(options: argparse.Namespace) -> int:
-    from app.bench.engine_rates import ENGINE_CONFIG, GRID, engine_rates  # torch
+    from app.bench.engine_rates import GRID, engine_rates  # torch
+    from app.bench.random_engine import ENGINE_CONFIG
 
     result = engine_rates(options.shape, ENGINE_CONFIG, options.engine, options.grid or GRID, _say)
     return _keep("engine", options.json, result)

@@ -8,7 +8,6 @@ import itertools
 import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -18,32 +17,10 @@ from pathlib import Path
 import torch
 
 from app.bench.engine_start import start_times
+from app.bench.random_engine import SHAPES, random_engine, random_request, shape_config
 from app.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.loading import build_engine, is_batch_invariant
 from app.errors import ConfigError
-from app.model.config import ModelConfig
-from app.model.transformer import Transformer
-from app.model.weights import ModelWeights, random_weights
-from app.protocol import GenerateRequest, SamplingParams
-from kernels import invariance
-
-# Architecture figures of public checkpoints; weights are drawn from N(0, 0.02).
-SHAPES: dict[str, dict[str, object]] = {
-    "deepseek-v2-lite": {
-        "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
-        "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16, "n_shared_experts": 2,
-        "n_routed_experts": 64, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1,
-        "routed_scaling_factor": 1.0, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
-        "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-        "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "eos_token_id": 100001, "bos_token_id": 100000,
-        "rope_theta": 10000,
-        "rope_scaling": {
-            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
-            "mscale": 0.707, "mscale_all_dim": 0.707,
-        },
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,39 +45,13 @@ class MixedLoad:
     long_ttft_ms: dict[str, float]
 
 
-def shape_config(name: str) -> ModelConfig:
-    """The architecture of SHAPES[name], or of the checkpoint in the folder `name`. Raises KeyError on neither."""
-    if name not in SHAPES and Path(name).is_dir():
-        return ModelConfig.from_folder(name)
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(SHAPES[name]))
-        return ModelConfig.from_folder(folder)
-
-
-def random_engine(model_config: ModelConfig, config: EngineConfig) -> Engine:
-    """An engine around random weights: on CUDA in bfloat16 where there is a device, else on CPU in float32."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return engine_around(random_weights(model_config, seed=0, dtype=dtype, device=device), model_config, config)
-
-
-def engine_around(weights: ModelWeights, model_config: ModelConfig, config: EngineConfig) -> Engine:
-    device, dtype = weights.embedding.device, weights.embedding.dtype
-    absorbed = is_batch_invariant(config, device, dtype)
-    invariance.require(absorbed and device.type == "cuda")
-    model = Transformer(model_config, weights, device=device, dtype=dtype, absorbed_prefill=absorbed)
-    return build_engine(model, model_config, config, device=device, dtype=dtype, version="random")
-
-
 def measure(engine: Engine, batch: int, context: int, *, decode_steps: int = 32) -> Rate:
     """Fill `batch` distinct prompts of `context` tokens, then decode them together."""
     rng = random.Random(batch * 1_000_003 + context)
     # The first prompts decode while the last ones are computed: all of them must still run when the clock starts.
     prefill_steps = batch * -(-context // engine.limits.max_chunk_tokens)
-    sampling = SamplingParams(max_tokens=prefill_steps + decode_steps + 8, temperature=0.0, ignore_eos=True)
     for index in range(batch):
-        prompt = tuple(rng.randrange(1000, engine.limits.vocab_size) for _ in range(context))
-        engine.add(GenerateRequest(f"rate-{index}", prompt, sampling))
+        engine.add(random_request(engine, rng, f"rate-{index}", context, prefill_steps + decode_steps + 8))
     start = time.perf_counter()
     seen: set[str] = set()
     while len(seen) < batch:
@@ -124,10 +75,8 @@ def _timed_step(engine: Engine) -> float:
 def offline_throughput(engine: Engine, num_requests: int, input_tokens: int, output_tokens: int) -> float:
     """Output tokens per second of a queue of distinct requests, all there from the start."""
     rng = random.Random(num_requests)
-    sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
     for index in range(num_requests):
-        prompt = tuple(rng.randrange(1000, engine.limits.vocab_size) for _ in range(input_tokens))
-        engine.add(GenerateRequest(f"offline-{index}", prompt, sampling))
+        engine.add(random_request(engine, rng, f"offline-{index}", input_tokens, output_tokens))
     start = time.perf_counter()
     while engine.has_work:
         engine.step()
@@ -146,15 +95,13 @@ async def mixed_load(
 ) -> MixedLoad:
     """Open loop on a started engine; long_tokens 0 sends the short requests alone."""
     rng = random.Random(1)
-    vocab = engine.limits.vocab_size
     shorts: list[list[float]] = []
     longs: list[list[float]] = []
 
     async def one(name: str, num_input: int, num_output: int, times: list[list[float]]) -> None:
-        prompt = tuple(rng.randrange(1000, vocab) for _ in range(num_input))
-        sampling = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+        request = random_request(engine, rng, name, num_input, num_output)
         stamps = [time.perf_counter()]
-        async for _ in engine.generate(GenerateRequest(name, prompt, sampling)):
+        async for _ in engine.generate(request):
             stamps.append(time.perf_counter())
         times.append(stamps)
 
@@ -164,12 +111,8 @@ async def mixed_load(
     start, tasks = time.perf_counter(), []
     for index, (kind, at_s) in enumerate(sorted(arrivals, key=lambda arrival: arrival[1])):
         await asyncio.sleep(max(0.0, start + at_s - time.perf_counter()))
-        work = (
-            one(f"{kind}-{index}", *short_tokens, shorts)
-            if kind == "short"
-            else one(f"{kind}-{index}", long_tokens, 16, longs)
-        )
-        tasks.append(asyncio.ensure_future(work))
+        lengths, times = (short_tokens, shorts) if kind == "short" else ((long_tokens, 16), longs)
+        tasks.append(asyncio.create_task(one(f"{kind}-{index}", *lengths, times)))
     await asyncio.gather(*tasks)
     return MixedLoad(
         short_ttft_ms=_summary([stamps[1] - stamps[0] for stamps in shorts]),
@@ -184,12 +127,9 @@ async def idle_ttft(engine: Engine, num_tokens: int, num_requests: int) -> dict[
     rng = random.Random(2)
     times = []
     for index in range(num_requests):
-        prompt = tuple(rng.randrange(1000, engine.limits.vocab_size) for _ in range(num_tokens))
-        sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        request = random_request(engine, rng, f"i-{index}", num_tokens, 2)
         start = time.perf_counter()
-        stamps = [
-            time.perf_counter() - start async for _ in engine.generate(GenerateRequest(f"i-{index}", prompt, sampling))
-        ]
+        stamps = [time.perf_counter() - start async for _ in engine.generate(request)]
         times.append(stamps[0])
         await asyncio.sleep(0.02)
     return _summary(times)
@@ -207,7 +147,6 @@ def _percentile(values: Seq[float], q: float) -> float:
 
 
 PARTS = ("start", "rates", "offline", "mixed")
-ENGINE_CONFIG = EngineConfig(max_num_seqs=512, max_batched_tokens=16384, max_chunk_tokens=8192, max_waiting_seqs=1024)
 GRID = ((1, 1024), (1, 32768), (1, 131072), (32, 1024), (128, 1024), (32, 8192), (128, 8192), (16, 32768))
 
 

@@ -43,7 +43,7 @@ def run_start(shape: str, kernel_cache: str, started_at: float) -> dict[str, flo
     """Start in this process, begun at `started_at` (time.time()): seconds of its parts, `total_s` without weights."""
     import torch
 
-    from app.bench.engine_rates import ENGINE_CONFIG, engine_around, shape_config
+    from app.bench.random_engine import ENGINE_CONFIG, engine_around, shape_config
     from app.engine.loading import prepare_kernels, self_test
     from app.model.weights import random_weights
     from app.protocol import GenerateRequest, SamplingParams

@@ -98,11 +98,9 @@ async def measure_shorts(url: str, seed: int, *, beside_longs: bool) -> ShortRun
     longs: list[RequestRecord] = []
     async with Client(url, timeout_s=600.0) as client:
         tasks = [
-            asyncio.create_task(_send_longs(client, longs, 100 + 10 * seed + index)) for index in range(LONGS_AT_ONCE)
+            asyncio.create_task(_send_longs(client, longs, 100 + 10 * seed + index))
+            for index in range(LONGS_AT_ONCE if beside_longs else 0)
         ]
-        if not beside_longs:
-            for task in tasks:
-                task.cancel()
         try:
             await asyncio.sleep(SETTLE_S)
             shorts = (await run_load(planned, Target(url), seed=seed)).records

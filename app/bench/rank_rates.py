@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from app.bench.arguments import grid
-from app.bench.engine_rates import measure, shape_config
+from app.bench.engine_rates import measure
+from app.bench.random_engine import shape_config
 from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.loading import build_engine, build_runner

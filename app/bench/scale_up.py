@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +11,9 @@ from dataclasses import dataclass
 import ray
 
 from app.bench.client import Client, PromptMaker, RequestRecord
+from app.bench.cluster import join_cluster
 from app.bench.load import Target, run_load
+from app.bench.scrape import repeating
 from app.bench.traffic import PlannedRequest
 from app.errors import UnavailableError
 from app.serving import board
@@ -90,24 +90,10 @@ class Watch:
 @asynccontextmanager
 async def watching(address: str) -> AsyncIterator[Watch]:
     """Raises UnavailableError if the cluster cannot be joined."""
-    try:
-        ray.init(address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError) as error:
-        raise UnavailableError(f"no Ray cluster at {address}: {error}") from None
+    join_cluster(address)
     watch = Watch()
-
-    async def run() -> None:
-        while True:
-            await asyncio.to_thread(watch.take)
-            await asyncio.sleep(PERIOD_S)
-
-    task = asyncio.create_task(run())
-    try:
+    async with repeating(lambda: asyncio.to_thread(watch.take), PERIOD_S):
         yield watch
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
         ray.shutdown()
 
 

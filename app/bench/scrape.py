@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -89,15 +89,26 @@ async def scraping(client: Client, start_s: float, period_s: float) -> AsyncIter
     """A list that grows by a sample each period; a failed scrape leaves a gap, never a zero."""
     samples: list[Sample] = []
 
+    async def take() -> None:
+        if sample := await scrape(client, start_s):
+            samples.append(sample)
+
+    async with repeating(take, period_s):
+        yield samples
+
+
+@asynccontextmanager
+async def repeating(work: Callable[[], Awaitable[None]], period_s: float) -> AsyncIterator[None]:
+    """Do `work` over and over meanwhile, with a pause after each time."""
+
     async def run() -> None:
         while True:
-            if sample := await scrape(client, start_s):
-                samples.append(sample)
+            await work()
             await asyncio.sleep(period_s)
 
     task = asyncio.create_task(run())
     try:
-        yield samples
+        yield
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

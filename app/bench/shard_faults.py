@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import logging
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ from ray.util import list_named_actors
 from ray.util.placement_group import placement_group_table
 
 from app.bench.client import Client, PromptMaker, RequestRecord
+from app.bench.cluster import join_cluster
 from app.bench.traffic import PlannedRequest
 from app.errors import UnavailableError
 from app.serving.rank import Rank
@@ -187,11 +187,7 @@ async def fault_runs(
 
     Raises UnavailableError if the cluster cannot be joined or the pool does not take requests.
     """
-    try:
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        ray.init(address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError) as error:
-        raise UnavailableError(f"no Ray cluster at {address}: {error}") from None
+    join_cluster(address)
     try:
         runs = []
         async with Client(url, timeout_s=ANSWER_TIMEOUT_S) as client, _occupied_other_pool(url):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.bench.engine_rates import shape_config
+from app.bench.random_engine import shape_config
 from app.cache.layout import CacheLayout
 from app.config import EngineConfig, ModelSource
 from app.engine.loading import load_engine

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.bench.engine_rates import random_engine, shape_config
+from app.bench.random_engine import random_engine, shape_config
 from app.config import EngineConfig, ModelSource
 from app.engine.engine import Engine
 from app.engine.loading import load_engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.bench.engine_rates import shape_config
+from app.bench.random_engine import shape_config
 from app.config import EMBEDDED_MODEL, EngineConfig, ModelSource
 from app.engine import kernel_check
 from app.engine.kernel_check import check_fp8_attention
