@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
 from app.errors import EngineError, LongspanError, OverloadedError, ReplicaLostError, UnavailableError
@@ -189,7 +189,8 @@ class PoolClient:
 
 
 def _is_loss(error: Exception) -> bool:
-    return isinstance(error, (RayActorError, DeploymentUnavailableError))
+    """Whether the replica has gone, by what Ray and Serve raise: large items lie on its node and go with that."""
+    return isinstance(error, (RayActorError, NodeDiedError, ObjectLostError, DeploymentUnavailableError))
 
 
 def _num_finished(chunks: Sequence[TokenChunk]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ObjectLostError
 from ray.serve.exceptions import BackPressureError
 
 from app.errors import (
@@ -225,6 +225,7 @@ async def test_a_move_to_an_unknown_channel_is_a_loss(pool: Pool) -> None:
         (InvalidRequestError("no", param="prompt"), InvalidRequestError),
         (BackPressureError(num_queued_requests=1, max_queued_requests=1), OverloadedError),
         (ActorDiedError(), ReplicaLostError),
+        (ObjectLostError("0" * 56, None, ""), ReplicaLostError),
         (RuntimeError("a bug"), EngineError),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else type(value).__name__,
