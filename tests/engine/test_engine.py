@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -88,12 +89,8 @@ def test_a_request_has_the_same_bits_alone_batched_and_in_other_chunks(engine: E
 
 
 def test_a_prefix_hit_changes_no_bit(engine: Engine) -> None:
-    prompt = prompt_of(150)
-    request = lambda name: GenerateRequest(  # noqa: E731
-        name, prompt, SamplingParams(max_tokens=8, temperature=0.0, logprobs=0, ignore_eos=True), cache_salt="hit"
-    )
-    first = run(engine, [request("first")])["first"]
-    second = run(engine, [request("second")])["second"]
+    requests = [replace(greedy(name, prompt_of(150), 8, logprobs=0), cache_salt="hit") for name in ("first", "second")]
+    first, second = (run(engine, [request])[request.request_id] for request in requests)
     assert (first[0].num_cached_tokens, second[0].num_cached_tokens) == (0, 128)
     assert [chunk.logprobs for chunk in first] == [chunk.logprobs for chunk in second]
 

@@ -68,7 +68,12 @@ def test_a_mixed_step_equals_the_oracle(checkpoint_of: CheckpointOf, family: str
     first, second, third, fourth = (driver.add(prompt) for prompt in prompts)
     driver.step({first: 64, second: 129, fourth: 70})
     logits = driver.step({third: 40, first: 1, fourth: 20, second: 1})
-    for row, prompt in zip(logits, [prompts[2], prompts[0], prompts[3], prompts[1]], strict=True):
+    assert_last_logits(checkpoint, logits, [prompts[2], prompts[0], prompts[3], prompts[1]])
+
+
+def assert_last_logits(checkpoint: Checkpoint, logits: torch.Tensor, prompts: list[list[int]]) -> None:
+    """Row i of logits [len(prompts), vocab] is what the oracle gives after prompt i."""
+    for row, prompt in zip(logits, prompts, strict=True):
         assert (row - oracle_logits(checkpoint.oracle, prompt)[-1]).abs().max() <= MAX_LOGIT_DIFF
 
 
@@ -88,8 +93,7 @@ def test_a_padded_step_without_host_lengths_equals_the_oracle(
     first, second, third = (driver.add(prompt) for prompt in prompts)
     driver.step({first: 64, second: 100})
     logits = driver.step({first: 1, third: 40, second: 30})
-    for row, prompt in zip(logits, [prompts[0], prompts[2], prompts[1]], strict=True):
-        assert (row - oracle_logits(checkpoint.oracle, prompt)[-1]).abs().max() <= MAX_LOGIT_DIFF
+    assert_last_logits(checkpoint, logits, [prompts[0], prompts[2], prompts[1]])
 
 
 class PaddedDriver(Driver):
@@ -125,8 +129,7 @@ def test_prompts_of_many_keys_are_expanded_in_parts(
     first, second, third, fourth = (driver.add(prompt) for prompt in prompts)
     driver.step({first: 64, second: 100, fourth: 70})
     logits = driver.step({third: 40, first: 1, fourth: 20, second: 30})
-    for row, prompt in zip(logits, [prompts[2], prompts[0], prompts[3], prompts[1]], strict=True):
-        assert (row - oracle_logits(checkpoint.oracle, prompt)[-1]).abs().max() <= MAX_LOGIT_DIFF
+    assert_last_logits(checkpoint, logits, [prompts[2], prompts[0], prompts[3], prompts[1]])
 
 
 @pytest.mark.parametrize(
