@@ -82,9 +82,8 @@ class Engine:
         self._launched = self._launch_ahead(launched)
         sampled = launched.sample.wait()
         with self._changed:
-            start_s = max(
-                launched.start_s, self._last_progress_s
-            )  # a step launched ahead began when the one before ended
+            # A step launched ahead began when the one before ended.
+            start_s = max(launched.start_s, self._last_progress_s)
             self._last_progress_s = time.monotonic()
             self._scheduler.record_step_time(launched.batch, self._last_progress_s - start_s)
             return self._scheduler.commit(launched.batch, sampled.token_ids, sampled.logprobs)

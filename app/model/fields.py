@@ -10,6 +10,7 @@ from app.errors import CheckpointError
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Raises CheckpointError that names the file unless it holds a JSON object."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

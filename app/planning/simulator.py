@@ -261,8 +261,7 @@ def _replica_load(member: _Member, now: float) -> ReplicaLoad:
     stats = member.stats
     return ReplicaLoad(
         member.name,
-        running_seqs=stats.num_requests_running,
-        waiting_seqs=stats.num_requests_waiting,
+        num_seqs=stats.num_requests_running + stats.num_requests_waiting,
         waiting_prefill_tokens=stats.num_waiting_prefill_tokens,
         kv_usage=stats.kv_cache_usage_perc,
         age_s=now - member.stats_s,

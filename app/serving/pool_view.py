@@ -157,7 +157,7 @@ class PoolView:
         return [
             ReplicaLoad(
                 replica_id,
-                running_seqs=known.other_seqs,
+                num_seqs=known.other_seqs,
                 waiting_prefill_tokens=known.other_tokens,
                 kv_usage=known.report.stats.kv_cache_usage_perc,
                 age_s=now - known.arrived_s,
@@ -175,7 +175,7 @@ class PoolView:
         replicas = self.replicas(now)
         for replica in replicas:
             known = self._known[replica.replica_id]
-            held = replica.running_seqs + replica.sent_seqs
+            held = replica.num_seqs + replica.sent_seqs
             num_seqs += held
             waiting_tokens += replica.waiting_prefill_tokens + replica.sent_tokens
             # The engine may be unable to fill its batch for want of cache blocks.

@@ -128,8 +128,7 @@ class ReplicaLoad:
     """One replica as its router knows it: the last report, and what the router sent since."""
 
     replica_id: str
-    running_seqs: int = 0
-    waiting_seqs: int = 0
+    num_seqs: int = 0  # running and waiting
     waiting_prefill_tokens: int = 0
     kv_usage: float = 0.0
     age_s: float = 0.0  # of the report
@@ -140,7 +139,7 @@ class ReplicaLoad:
     def load(self) -> float:
         """In sequences."""
         queued_tokens = self.waiting_prefill_tokens + self.sent_tokens
-        return self.running_seqs + self.waiting_seqs + self.sent_seqs + queued_tokens / QUEUED_TOKENS_PER_SEQ
+        return self.num_seqs + self.sent_seqs + queued_tokens / QUEUED_TOKENS_PER_SEQ
 
 
 def choose_replica(

@@ -44,7 +44,7 @@ def test_of_a_report_only_what_exceeds_the_own_share_is_others() -> None:
     for ticket in tickets:
         ticket.send("a", 100)
     view.update([(0.2, report(num_requests_running=5, num_waiting_prefill_tokens=450))], now=1.0)
-    assert (only(view).running_seqs, only(view).waiting_prefill_tokens) == (2, 150)
+    assert (only(view).num_seqs, only(view).waiting_prefill_tokens) == (2, 150)
     assert (only(view).load, only(view).sent_seqs) == (pytest.approx(5 + 450 / 2048), 3)
     # A report may come when what it saw has ended: nobody else's work.
     burst = Ticket(view, 5, 900)

@@ -148,25 +148,25 @@ def picks(replicas: list[ReplicaLoad], **more: Any) -> Counter[str]:
 
 
 def test_equals_share_by_chance_and_the_busy_one_gets_nothing() -> None:
-    replicas = [ReplicaLoad("a"), ReplicaLoad("b"), ReplicaLoad("c", running_seqs=5)]
+    replicas = [ReplicaLoad("a"), ReplicaLoad("b"), ReplicaLoad("c", num_seqs=5)]
     found = picks(replicas)
     assert set(found) == {"a", "b"}
     assert min(found.values()) > 240
 
 
 def test_waiting_prompt_tokens_and_what_was_just_sent_count() -> None:
-    assert set(picks([ReplicaLoad("a", waiting_prefill_tokens=50_000), ReplicaLoad("b", running_seqs=4)])) == {"b"}
-    assert set(picks([ReplicaLoad("a", sent_seqs=3), ReplicaLoad("b", running_seqs=1)])) == {"b"}
+    assert set(picks([ReplicaLoad("a", waiting_prefill_tokens=50_000), ReplicaLoad("b", num_seqs=4)])) == {"b"}
+    assert set(picks([ReplicaLoad("a", sent_seqs=3), ReplicaLoad("b", num_seqs=1)])) == {"b"}
 
 
 def test_a_full_cache_is_avoided_while_another_replica_has_room() -> None:
     full = ReplicaLoad("full", kv_usage=0.99)
-    assert set(picks([full, ReplicaLoad("b", running_seqs=30, kv_usage=0.5)])) == {"b"}
+    assert set(picks([full, ReplicaLoad("b", num_seqs=30, kv_usage=0.5)])) == {"b"}
     assert set(picks([full])) == {"full"}
 
 
 def test_stale_figures_degrade_to_the_better_of_two_drawn_by_chance() -> None:
-    replicas = [ReplicaLoad(name, running_seqs=load, age_s=60.0) for name, load in (("a", 0), ("b", 5), ("c", 9))]
+    replicas = [ReplicaLoad(name, num_seqs=load, age_s=60.0) for name, load in (("a", 0), ("b", 5), ("c", 9))]
     found = picks(replicas)
     assert found["a"] > found["b"] > 100
     assert found["c"] == 0
@@ -174,9 +174,9 @@ def test_stale_figures_degrade_to_the_better_of_two_drawn_by_chance() -> None:
 
 
 def test_the_holder_of_the_prefix_is_kept_until_it_is_far_busier_than_the_others() -> None:
-    others = [ReplicaLoad("b", running_seqs=4), ReplicaLoad("c", running_seqs=4)]
-    assert set(picks([ReplicaLoad("a", running_seqs=6), *others], preferred=("a",))) == {"a"}
-    assert set(picks([ReplicaLoad("a", running_seqs=20), *others], preferred=("a",))) == {"b", "c"}
+    others = [ReplicaLoad("b", num_seqs=4), ReplicaLoad("c", num_seqs=4)]
+    assert set(picks([ReplicaLoad("a", num_seqs=6), *others], preferred=("a",))) == {"a"}
+    assert set(picks([ReplicaLoad("a", num_seqs=20), *others], preferred=("a",))) == {"b", "c"}
     assert "gone" not in picks(others, preferred=("gone",))
 
 
