@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels import native
-from kernels.checks import Backend, check_contiguous, check_last_dim_contiguous, check_shape, use_triton
+from kernels.checks import Backend, check_contiguous, check_dtype, check_last_dim_contiguous, check_shape, use_triton
 from kernels.dependent_launch import dependent_launch, wait_for_previous
 
 
@@ -115,8 +115,7 @@ def add_rms_norm(
     _check(x, weight)
     check_shape("residual", residual, (x.shape[0], x.shape[1]))
     check_last_dim_contiguous("residual", residual)
-    if residual.dtype != x.dtype:
-        raise ValueError(f"residual: expected {x.dtype}, got {residual.dtype}")
+    check_dtype("residual", residual, x.dtype)
     if use_triton(x, backend):
         return _launch(x, residual, weight, eps)
     if native.can_run(x) and native.can_run(weight):

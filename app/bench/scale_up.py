@@ -92,8 +92,10 @@ async def watching(address: str) -> AsyncIterator[Watch]:
     """Raises UnavailableError if the cluster cannot be joined."""
     join_cluster(address)
     watch = Watch()
-    async with repeating(lambda: asyncio.to_thread(watch.take), PERIOD_S):
-        yield watch
+    try:
+        async with repeating(lambda: asyncio.to_thread(watch.take), PERIOD_S):
+            yield watch
+    finally:
         ray.shutdown()
 
 
