@@ -32,10 +32,6 @@ class CancelRound:
     held_blocks: int  # held at the moment of the cancellation
     freed_s: float | None  # from the cancellation to the baseline; None if it was not reached in time
 
-    @property
-    def is_free(self) -> bool:
-        return self.freed_s is not None
-
 
 @dataclass(frozen=True, slots=True)
 class PoolState:

@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, object]] = {
         "n_routed_experts": 64, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1,
         "routed_scaling_factor": 1.0, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
         "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-        "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "eos_token_id": 100001, "bos_token_id": 100000,
+        "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "eos_token_id": 100001,
         "rope_theta": 10000,
         "rope_scaling": {
             "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -45,8 +46,8 @@ def cancel(options: ScenarioOptions) -> dict[str, Any]:
     else:
         with LocalServer(options.config or LOCAL_CONFIG) as server:
             rounds = asyncio.run(cancel_rounds(server.url, server.ray_address, runs, options.report))
-    worst_s = max(seconds for round_ in rounds if (seconds := round_.freed_s) is not None)
-    return {"passed": all(round_.is_free for round_ in rounds) and worst_s <= 1.0, "worst_s": worst_s, "rounds": rounds}
+    worst_s = max(math.inf if round_.freed_s is None else round_.freed_s for round_ in rounds)
+    return {"passed": worst_s <= 1.0, "worst_s": worst_s, "rounds": rounds}
 
 
 def cold_start(options: ScenarioOptions) -> dict[str, Any]:

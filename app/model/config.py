@@ -101,7 +101,6 @@ class ModelConfig:
     rope: RopeConfig
     moe: MoeConfig | None
     is_fp8: bool  # projections are stored in e4m3, with one scale per block of FP8_BLOCK x FP8_BLOCK
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # any of them ends a sequence
 
     @property
@@ -165,7 +164,6 @@ def _parse(fields: Fields, generation: Fields) -> ModelConfig:
         rope=_parse_rope(fields, family),
         moe=_parse_moe(fields, family),
         is_fp8=is_fp8,
-        bos_token_id=fields.integer("bos_token_id", None, minimum=0),
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
     )
 
