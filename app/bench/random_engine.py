@@ -58,7 +58,7 @@ def engine_around(weights: ModelWeights, model_config: ModelConfig, config: Engi
     absorbed = is_batch_invariant(config, device, dtype)
     invariance.require(absorbed and device.type == "cuda")
     model = Transformer(model_config, weights, device=device, dtype=dtype, absorbed_prefill=absorbed)
-    return build_engine(model, model_config, config, device=device, dtype=dtype, version="random")
+    return build_engine(model, config, version="random")
 
 
 def random_request(

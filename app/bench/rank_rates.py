@@ -124,7 +124,7 @@ def _run_process(shape: str, split: Split, answer: str) -> None:
     if split.place.rank:
         build_runner(model, CONFIG)[0].follow()
         os._exit(0)  # without closing what graphs use
-    engine = build_engine(model, config, CONFIG, device=device, dtype=model.dtype, version="random")
+    engine = build_engine(model, CONFIG, version="random")
     result: dict[str, Any] = {"start_s": time.perf_counter() - start}
 
     def keep() -> None:

@@ -48,7 +48,7 @@ def load_engine(source: ModelSource, config: EngineConfig, place: RankPlace | No
     version = checkpoint_digest(source.folder, expected=source.digest)
     model = load_model(source, config, place)
     device, dtype = model.device, model.dtype
-    engine = build_engine(model, model.config, config, device=device, dtype=dtype, version=version)
+    engine = build_engine(model, config, version=version)
     engine.warm_up()
     self_test(engine, must_be_invariant=is_batch_invariant(config, device, dtype))
     logger.info(
@@ -108,20 +108,12 @@ def prepare_kernels(config: EngineConfig) -> None:
         raise ConfigError(f"engine.tuning_table: {error}", field="engine.tuning_table") from None
 
 
-def build_engine(
-    model: Transformer,
-    model_config: ModelConfig,
-    config: EngineConfig,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    version: str,
-) -> Engine:
-    """An engine around a model in memory."""
+def build_engine(model: Transformer, config: EngineConfig, *, version: str) -> Engine:
+    """An engine around a model in memory. Raises ConfigError, CheckpointError or PreflightError as load_engine does."""
     runner, layout = build_runner(model, config)
     limits = _limits(config, model)
     scheduler = Scheduler(limits, layout, runner.num_blocks, version)
-    sampler = Sampler(frozenset(model_config.eos_token_ids), config.kernel_backend, timeout_s=model.ranks.timeout_s)
+    sampler = Sampler(limits.eos_token_ids, config.kernel_backend, timeout_s=model.ranks.timeout_s)
     return Engine(scheduler, runner, sampler, version=version)
 
 
