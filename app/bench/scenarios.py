@@ -89,7 +89,7 @@ def shard_faults(options: ScenarioOptions) -> dict[str, Any]:
     """Ranks killed, frozen and made to raise under load: seconds to the next answer, what is left, five times over.
 
     Limits: 20 s after a kill or an error, 25 s after a stopped rank, 40 s after a stopped rank 0; no process and no
-    placement group may be left, streams end with an error event, requests without a token are sent again.
+    placement group may be left, streams end with an error event, all else is sent again.
     """
     from app.bench.shard_faults import fault_runs  # ray
 
