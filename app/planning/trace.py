@@ -1,11 +1,15 @@
-"""Requests over time, drawn from a rate and a mix of lengths."""
+"""Requests over time: recorded as JSON lines, or drawn from a rate and a mix of lengths."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from app.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,10 @@ class LengthClass:
     prompt_tokens: int  # median
     output_tokens: int  # median
     spread: float = 0.5  # standard deviation of the logarithm; 0: all equal
+
+
+SHORT = LengthClass(weight=1.0, prompt_tokens=400, output_tokens=120)
+LONG = LengthClass(weight=1.0, prompt_tokens=24_000, output_tokens=300)
 
 
 def constant(rate: float) -> Callable[[float], float]:
@@ -73,3 +81,39 @@ def _length(draw: random.Random, median: int, kind: LengthClass) -> int:
 
 def merge(*traces: Iterable[TraceRequest]) -> list[TraceRequest]:
     return sorted((request for trace in traces for request in trace), key=lambda request: request.arrival_s)
+
+
+_FIELDS = ("arrival_s", "num_prompt_tokens", "num_output_tokens", "max_tokens", "session")
+
+
+def write_jsonl(path: Path, requests: Iterable[TraceRequest]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for request in requests:
+            values = {name: getattr(request, name) for name in _FIELDS}
+            file.write(json.dumps({name: value for name, value in values.items() if value is not None}) + "\n")
+
+
+def read_jsonl(path: Path) -> list[TraceRequest]:
+    """Requests in order of arrival. Raises ConfigError that names the file and line."""
+    requests = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    requests.append(_parse(json.loads(line)))
+                except (ValueError, TypeError) as error:
+                    raise ConfigError(f"{path}:{number}: {error}") from None
+    return merge(requests)
+
+
+def _parse(values: object) -> TraceRequest:
+    if not isinstance(values, dict) or not set(values) <= set(_FIELDS):
+        raise ValueError(f"expected an object with the fields {', '.join(_FIELDS)}")
+    request = TraceRequest(**values)
+    if not (math.isfinite(request.arrival_s) and request.arrival_s >= 0):
+        raise ValueError(f"arrival_s: must be a finite number, at least 0, got {request.arrival_s}")
+    for name in ("num_prompt_tokens", "num_output_tokens"):
+        value = getattr(request, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: must be a whole number, at least 1, got {value}")
+    return request

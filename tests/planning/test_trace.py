@@ -1,9 +1,12 @@
-"""Synthetic traces."""
+"""Synthetic and recorded traces."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from app.errors import ConfigError
 from app.planning.trace import (
     LengthClass,
     TraceRequest,
@@ -12,7 +15,9 @@ from app.planning.trace import (
     diurnal,
     merge,
     poisson,
+    read_jsonl,
     step,
+    write_jsonl,
 )
 
 EQUAL = LengthClass(weight=1.0, prompt_tokens=100, output_tokens=10, spread=0.0)
@@ -51,6 +56,26 @@ def test_a_mix_of_lengths() -> None:
     assert longs[-1] <= 20_000
 
 
-def test_merged_traces_are_in_order_of_arrival() -> None:
-    first, second = TraceRequest(0.5, 10, 3), TraceRequest(1.5, 20, 4)
-    assert merge([second], [first]) == [first, second]
+def test_a_recorded_trace_comes_back(tmp_path: Path) -> None:
+    first = TraceRequest(0.5, 10, 3, max_tokens=8, session="s")
+    second = TraceRequest(1.5, 20, 4)
+    write_jsonl(tmp_path / "trace.jsonl", [second, first])
+    assert read_jsonl(tmp_path / "trace.jsonl") == [first, second] == merge([second], [first])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", ":2: "),
+        ("[1]", ":2: expected an object"),
+        ('{"arrival_s": 1, "num_prompt_tokens": 5}', ":2: .*num_output_tokens"),
+        ('{"arrival_s": 1, "num_prompt_tokens": 5, "num_output_tokens": 0}', ":2: num_output_tokens"),
+        ('{"arrival_s": NaN, "num_prompt_tokens": 5, "num_output_tokens": 1}', ":2: arrival_s"),
+        ('{"arrival_s": 1, "num_prompt_tokens": 5, "num_output_tokens": 1, "colour": 1}', ":2: expected"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival_s": 0, "num_prompt_tokens": 1, "num_output_tokens": 1}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=message):
+        read_jsonl(path)
