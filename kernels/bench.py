@@ -126,7 +126,7 @@ def _decode_works(shapes: Sequence[tuple[int, int, int]], *, is_fp8: bool) -> It
         cache, tables = _paged_cache(batch, context, is_fp8=is_fp8)
         lens = _lens(batch, context)
         q = torch.randn(batch, num_heads, dim, device="cuda", dtype=torch.bfloat16)
-        plan = plan_mla_decode(tables, lens, num_queries=batch, num_heads=num_heads, block_size=_BLOCK_SIZE)
+        plan = plan_mla_decode(lens, num_queries=batch, num_heads=num_heads)
 
         def run(q=q, cache=cache, tables=tables, lens=lens, plan=plan) -> torch.Tensor:
             return mla_decode(q, cache, tables, lens, 0.1, _LATENT_DIM, plan=plan)

@@ -52,16 +52,14 @@ def mla_decode_reference(
 
 
 def plan_mla_decode(
-    block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     *,
     num_queries: int,
     num_heads: int,
-    block_size: int,
     query_starts: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> CpuDecodePlan | TritonDecodePlan:
-    """What mla_decode derives from a step's lengths and tables: compute it once and pass it to every layer.
+    """What mla_decode derives from a step's lengths: compute it once and pass it to every layer.
 
     Args as in mla_decode; num_queries: rows of q, padding included.
     """
@@ -98,7 +96,7 @@ def mla_decode(
         scale:        applied before the softmax, in fp32
         value_dim:    R, the leading part of a cache row that is also the value
         query_starts: [B + 1] int32; None: one query per sequence, N = B
-        plan:         from plan_mla_decode over the same tables, lengths and starts; None: computed here
+        plan:         from plan_mla_decode over the same lengths and starts; None: computed here
     Returns: [N, H, value_dim] in q's dtype, freshly allocated; fp32 accumulation
     Raises:  ValueError on shape, dtype or stride
     Invariance: on CPU a row's bits depend on its own query and keys only, not on the batch, on where its blocks lie
@@ -128,11 +126,9 @@ def mla_decode(
         raise ValueError(f"q: expected one row per sequence ({block_tables.shape[0]}), got {q.shape[0]}")
     if plan is None:
         plan = plan_mla_decode(
-            block_tables,
             context_lens,
             num_queries=q.shape[0],
             num_heads=q.shape[1],
-            block_size=cache.shape[1],
             query_starts=query_starts,
             backend="triton" if use_triton(q, backend) else "torch",
         )

@@ -108,7 +108,6 @@ class Transformer:
             inputs,
             absorbed_prefill=self.absorbed_prefill,
             num_heads=self.config.num_heads // self.ranks.tensor.size,
-            block_size=cache[0].shape[1],
             backend=self._backend,
         )
         eps = self.config.rms_norm_eps

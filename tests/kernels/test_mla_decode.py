@@ -178,9 +178,7 @@ def test_a_captured_graph_follows_lengths_and_tables() -> None:
     inputs = build(case, CUDA, torch.bfloat16)
 
     def step() -> torch.Tensor:
-        plan = plan_mla_decode(
-            inputs.block_tables, inputs.context_lens, num_queries=len(inputs.q), num_heads=case.num_heads, block_size=64
-        )
+        plan = plan_mla_decode(inputs.context_lens, num_queries=len(inputs.q), num_heads=case.num_heads)
         return mla_decode(*arguments(inputs, case), plan=plan)
 
     step()

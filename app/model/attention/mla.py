@@ -55,18 +55,12 @@ class AbsorbedRows:
 
     @classmethod
     def of(
-        cls, inputs: ModelInput, num_rows: int, num_seqs: int, num_heads: int, block_size: int, backend: Backend | None
+        cls, inputs: ModelInput, num_rows: int, num_seqs: int, num_heads: int, backend: Backend | None
     ) -> AbsorbedRows:
         block_tables, context_lens = inputs.block_tables[:num_seqs], inputs.context_lens[:num_seqs]
         query_starts = None if num_rows == num_seqs else inputs.query_starts[: num_seqs + 1]
         plan = plan_mla_decode(
-            block_tables,
-            context_lens,
-            num_queries=num_rows,
-            num_heads=num_heads,
-            block_size=block_size,
-            query_starts=query_starts,
-            backend=backend,
+            context_lens, num_queries=num_rows, num_heads=num_heads, query_starts=query_starts, backend=backend
         )
         return cls(num_rows, block_tables, context_lens, query_starts, plan)
 
@@ -133,7 +127,7 @@ class AttentionStep:
 
     @classmethod
     def of(
-        cls, inputs: ModelInput, *, absorbed_prefill: bool, num_heads: int, block_size: int, backend: Backend | None
+        cls, inputs: ModelInput, *, absorbed_prefill: bool, num_heads: int, backend: Backend | None
     ) -> AttentionStep:
         num_rows, num_seqs = inputs.token_ids.shape[0], inputs.context_lens.shape[0]
         expanded: tuple[ExpandedRows, ...] = ()
@@ -143,7 +137,7 @@ class AttentionStep:
             num_rows = num_seqs = inputs.num_decodes
         absorbed = None
         if num_rows and num_seqs:
-            absorbed = AbsorbedRows.of(inputs, num_rows, num_seqs, num_heads, block_size, backend)
+            absorbed = AbsorbedRows.of(inputs, num_rows, num_seqs, num_heads, backend)
         return cls(inputs, absorbed, expanded)
 
 
