@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
+from pathlib import Path
 
+from app.planning.scaling import Costs, read_scenario, report_json, report_lines
 from app.planning.sharding import SHAPES, Accelerator, ShardingCost, sharding_cost, shardings
+from app.planning.simulator import simulate
+from app.planning.trace import read_jsonl
+from app.serving.routing import POOLS
 
 HEAD = (
     "ranks  replicas  tensor x expert  weights GB  cache Mtok  all-reduce MB  all-to-all MB"
@@ -31,6 +38,35 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sharding.add_argument("--batch", type=_count, default=64, help="sequences in a step (default: %(default)s)")
     sharding.add_argument("--context", type=_count, default=8192, help="tokens of each (default: %(default)s)")
     sharding.set_defaults(run=_sharding)
+    scaling = kinds.add_parser(
+        "scaling",
+        help="what routing and scaling make of recorded traffic",
+        description="Run a trace through a Serve config's pools in virtual time: the router's and the scaling policy's"
+        " own functions over replicas whose speed is given. An hour takes seconds.",
+    )
+    scaling.add_argument("config", type=Path, metavar="CONFIG.yaml", help="a Serve config with app.main:pools")
+    scaling.add_argument("--trace", type=Path, metavar="FILE.jsonl", required=True,
+                         help='lines of {"at_s": 0.5, "prompt_tokens": 120, "output_tokens": 64}')  # fmt: skip
+    scaling.add_argument("--app", help="the application of pools (default: the first)")
+    scaling.add_argument("--nodes-hold", type=_amount, default=math.inf, metavar="N",
+                         help="replica_cost that the cluster has room for (default: no bound)")  # fmt: skip
+    for pool in POOLS:
+        scaling.add_argument(f"--{pool}", type=_costs, default={}, metavar="NAME=VALUE,...",
+                             help=f"speed of a replica of the {pool} pool: start_delay_s, prefill_tokens_per_s,"
+                             " step_base_s, decode_seq_s, context_token_s, kv_capacity_tokens")  # fmt: skip
+    scaling.add_argument("--json", type=Path, metavar="FILE", help="write the timeline and every request's times")
+    scaling.set_defaults(run=_scaling)
+
+
+def _scaling(options: argparse.Namespace) -> int:
+    costs: Costs = {"short": options.short, "long": options.long}
+    scenario = read_scenario(options.config, options.app, costs, nodes_hold=options.nodes_hold)
+    result = simulate(read_jsonl(options.trace), scenario)
+    for line in report_lines(result):
+        print(line)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report_json(result)) + "\n", encoding="utf-8")
+    return 0
 
 
 def _sharding(options: argparse.Namespace) -> int:
@@ -49,6 +85,25 @@ def _count(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {count}")
     return count
+
+
+def _amount(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be greater than 0, got {text}")
+    return value
+
+
+def _costs(text: str) -> dict[str, float]:
+    """NAME=VALUE,...; the names are ReplicaCost's to check."""
+    costs = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            costs[name.strip()] = float(value)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected NAME=VALUE,..., got {part!r}") from None
+    return costs
 
 
 def sharding_lines(name: str, num_ranks: int, batch: int, context: int) -> list[str]:

@@ -83,37 +83,47 @@ def merge(*traces: Iterable[TraceRequest]) -> list[TraceRequest]:
     return sorted((request for trace in traces for request in trace), key=lambda request: request.arrival_s)
 
 
-_FIELDS = ("arrival_s", "num_prompt_tokens", "num_output_tokens", "max_tokens", "session")
-
-
-def write_jsonl(path: Path, requests: Iterable[TraceRequest]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for request in requests:
-            values = {name: getattr(request, name) for name in _FIELDS}
-            file.write(json.dumps({name: value for name, value in values.items() if value is not None}) + "\n")
+# Of a line: what `longspan bench --trace` reads, and what only a simulation can use.
+_FIELDS = {
+    "at_s": "arrival_s",
+    "prompt_tokens": "num_prompt_tokens",
+    "output_tokens": "num_output_tokens",
+    "max_tokens": "max_tokens",
+    "session": "session",
+}
 
 
 def read_jsonl(path: Path) -> list[TraceRequest]:
-    """Requests in order of arrival. Raises ConfigError that names the file and line."""
+    """Requests in order of arrival, a JSON object a line: {"at_s": 0.5, "prompt_tokens": 120, "output_tokens": 64}.
+
+    Raises ConfigError that names the file and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
     requests = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    requests.append(_parse(json.loads(line)))
-                except (ValueError, TypeError) as error:
-                    raise ConfigError(f"{path}:{number}: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                requests.append(_parse(json.loads(line)))
+            except ValueError as error:
+                raise ConfigError(f"{path}: line {number}: {error}") from None
+    if not requests:
+        raise ConfigError(f"{path}: holds no request")
     return merge(requests)
 
 
 def _parse(values: object) -> TraceRequest:
     if not isinstance(values, dict) or not set(values) <= set(_FIELDS):
         raise ValueError(f"expected an object with the fields {', '.join(_FIELDS)}")
-    request = TraceRequest(**values)
-    if not (math.isfinite(request.arrival_s) and request.arrival_s >= 0):
-        raise ValueError(f"arrival_s: must be a finite number, at least 0, got {request.arrival_s}")
-    for name in ("num_prompt_tokens", "num_output_tokens"):
-        value = getattr(request, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: must be a whole number, at least 1, got {value}")
-    return request
+    at_s = values.get("at_s")
+    if isinstance(at_s, bool) or not isinstance(at_s, int | float) or not 0 <= at_s < math.inf:
+        raise ValueError(f"at_s: expected seconds since the start, got {at_s!r}")
+    for name in ("prompt_tokens", "output_tokens", *({"max_tokens"} & set(values))):
+        value = values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+    if not isinstance(values.get("session", ""), str):
+        raise ValueError(f"session: expected a string, got {values['session']!r}")
+    return TraceRequest(**{_FIELDS[name]: value for name, value in values.items()})

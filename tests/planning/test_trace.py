@@ -17,7 +17,6 @@ from app.planning.trace import (
     poisson,
     read_jsonl,
     step,
-    write_jsonl,
 )
 
 EQUAL = LengthClass(weight=1.0, prompt_tokens=100, output_tokens=10, spread=0.0)
@@ -56,26 +55,39 @@ def test_a_mix_of_lengths() -> None:
     assert longs[-1] <= 20_000
 
 
-def test_a_recorded_trace_comes_back(tmp_path: Path) -> None:
-    first = TraceRequest(0.5, 10, 3, max_tokens=8, session="s")
-    second = TraceRequest(1.5, 20, 4)
-    write_jsonl(tmp_path / "trace.jsonl", [second, first])
-    assert read_jsonl(tmp_path / "trace.jsonl") == [first, second] == merge([second], [first])
+def test_a_recorded_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"at_s": 1.5, "prompt_tokens": 20, "output_tokens": 4}\n\n'
+        '{"at_s": 0.5, "prompt_tokens": 10, "output_tokens": 3, "max_tokens": 8, "session": "s"}\n'
+    )
+    first, second = TraceRequest(0.5, 10, 3, max_tokens=8, session="s"), TraceRequest(1.5, 20, 4)
+    assert read_jsonl(path) == [first, second] == merge([second], [first])
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nonsense", ":2: "),
-        ("[1]", ":2: expected an object"),
-        ('{"arrival_s": 1, "num_prompt_tokens": 5}', ":2: .*num_output_tokens"),
-        ('{"arrival_s": 1, "num_prompt_tokens": 5, "num_output_tokens": 0}', ":2: num_output_tokens"),
-        ('{"arrival_s": NaN, "num_prompt_tokens": 5, "num_output_tokens": 1}', ":2: arrival_s"),
-        ('{"arrival_s": 1, "num_prompt_tokens": 5, "num_output_tokens": 1, "colour": 1}', ":2: expected"),
+        ("nonsense", "line 2: "),
+        ("[1]", "line 2: expected an object"),
+        ('{"at_s": 1, "prompt_tokens": 5}', "line 2: output_tokens"),
+        ('{"at_s": 1, "prompt_tokens": 5, "output_tokens": 0}', "line 2: output_tokens"),
+        ('{"at_s": 1, "prompt_tokens": true, "output_tokens": 1}', "line 2: prompt_tokens"),
+        ('{"at_s": 1, "prompt_tokens": 5, "output_tokens": 1, "max_tokens": 0}', "line 2: max_tokens"),
+        ('{"at_s": 1, "prompt_tokens": 5, "output_tokens": 1, "session": 7}', "line 2: session"),
+        ('{"at_s": NaN, "prompt_tokens": 5, "output_tokens": 1}', "line 2: at_s"),
+        ('{"at_s": 1, "prompt_tokens": 5, "output_tokens": 1, "colour": 1}', "line 2: expected"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"arrival_s": 0, "num_prompt_tokens": 1, "num_output_tokens": 1}\n' + line + "\n")
+    path.write_text('{"at_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n' + line + "\n")
     with pytest.raises(ConfigError, match=message):
         read_jsonl(path)
+
+
+def test_a_trace_without_requests_or_without_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for name, message in (("empty.jsonl", "holds no request"), ("missing.jsonl", "cannot be read")):
+        with pytest.raises(ConfigError, match=message):
+            read_jsonl(tmp_path / name)
