@@ -22,14 +22,16 @@ from tests.cluster.conftest import ANSWER_TIMEOUT_S, Scrape, Server, eventually
 pytestmark = pytest.mark.timeout(400)
 
 APP = "two-replicas"
+MAX_NUM_SEQS = 4
 MAX_WAITING_SEQS = 8
+ROOM = 2 * MAX_WAITING_SEQS  # what two replicas take in any case; more, once some of it is in their batches
 OUTPUT_TOKENS = 150  # long enough that a replica still has requests waiting when it is killed
 
 
 @pytest.fixture(scope="module")
 def pools(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a second router with pools of its own, beside what the cluster serves already."""
-    engine = {"device": "cpu", "num_threads": 1, "max_model_len": 4096, "max_num_seqs": 4}
+    engine = {"device": "cpu", "num_threads": 1, "max_model_len": 4096, "max_num_seqs": MAX_NUM_SEQS}
     short: dict[str, Any] = {"num_cpus": 0.1, "num_replicas": 2, "engine": engine}
     # Tokens that wait, and replicas that start, may take a busy machine long: only the number bounds what is let in.
     bounds = {"max_waiting_seqs": MAX_WAITING_SEQS, "max_ttft_s": 600.0}
@@ -86,9 +88,10 @@ def until_both_serve(server: Server, url: str) -> None:
 
 def test_a_burst_with_a_shared_prefix_spreads_and_hits(server: Server, pools: str) -> None:
     until_both_serve(server, pools)
-    run = asyncio.run(burst(pools, "short", 2, seed=1, num_prompts=24))
+    run = asyncio.run(burst(pools, "short", 2, seed=1, num_prompts=ROOM))
     assert run.failed == 0
-    assert run.max_over_mean <= 1.5 and run.cached_share >= 0.5, run
+    # At most a batch of each replica begins before the prefix is cached there.
+    assert run.max_over_mean <= 1.5 and run.cached_share >= 0.9 * (ROOM - 2 * MAX_NUM_SEQS) / ROOM, run
 
 
 def test_too_many_are_refused_and_the_others_finish(server: Server, pools: str) -> None:
@@ -103,24 +106,24 @@ def test_too_many_are_refused_and_the_others_finish(server: Server, pools: str) 
 
     records = asyncio.run(send(60))
     ends = Counter(record.error for record in records)
-    room = 2 * (4 + MAX_WAITING_SEQS)  # batches and queues; a few may end while others arrive
-    assert set(ends) == {None, "http_429"} and room <= ends[None] < 60
+    assert set(ends) == {None, "http_429"} and ROOM <= ends[None] < 60
     assert all(1.0 <= (record.retry_after_s or 0.0) <= 60.0 for record in records if record.error is not None)
     assert all(record.output_tokens == planned.output_tokens for record in records if record.error is None)
     # The queue is empty, and the router has heard of it: as many go in as before.
     eventually(lambda: Scrape(pools).is_idle)
-    assert Counter(record.error for record in asyncio.run(send(room - 4))) == {None: room - 4}
+    assert Counter(record.error for record in asyncio.run(send(ROOM))) == {None: ROOM}
 
 
 def test_what_a_killed_replica_had_not_begun_goes_on_elsewhere(server: Server, pools: str) -> None:
-    load = {"num_streams": 12, "num_whole": 4, "output_tokens": OUTPUT_TOKENS, "num_begun": 7}  # of 8 at once
+    # As many as are taken in any case, of which eight run at once.
+    load = {"num_streams": ROOM - 4, "num_whole": 4, "output_tokens": OUTPUT_TOKENS, "num_begun": 5}
     num_retries = 0.0
     for seed in range(3, 6):
         until_both_serve(server, pools)
         victim = server.replicas(APP, "short")[0]
         run = asyncio.run(kill_under_load(pools, lambda victim=victim: victim, seed=seed, **load))  # type: ignore[misc]
         assert run.is_passed, run
-        assert run.begun.get("stream_error:unavailable", 0) + run.begun.get("done", 0) >= 7
+        assert run.begun.get("stream_error:unavailable", 0) + run.begun.get("done", 0) >= 5
         until_both_serve(server, pools)  # Serve has replaced it, and the router has reported meanwhile
         if num_retries := Scrape(pools).total("router_retries_total"):
             break
