@@ -116,9 +116,6 @@ def num_groups() -> int:
     return sum(group["state"] != "REMOVED" for group in placement_group_table().values())
 
 
-# ---- faults ----
-
-
 def _kill(ranks: PoolRanks, rank: int) -> None:
     ranks.processes[rank].send_signal(signal.SIGKILL)
 
@@ -175,9 +172,6 @@ LOADING_FAULTS = (
     Fault("kill -STOP of a rank that loads", 1, _freeze_loading, 25.0),
     Fault("kill -STOP of a rank 0 that loads", 0, _freeze_loading, 40.0),
 )
-
-
-# ---- a round ----
 
 
 async def fault_runs(

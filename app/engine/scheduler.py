@@ -56,8 +56,6 @@ class Scheduler:
     def snapshot(self) -> EngineStats:
         return self.stats.snapshot(self._waiting, self._running, self.pool, time.monotonic())
 
-    # ---- add ----
-
     def validate(self, request: GenerateRequest) -> None:
         """Raise the RequestError of a request that can never run here, or OverloadedError if it may run later."""
         prompt, limits = request.prompt_token_ids, self.limits
@@ -95,8 +93,6 @@ class Scheduler:
 
     def _wait(self, seq: Sequence) -> None:
         bisect.insort(self._waiting, seq, key=lambda other: (other.num_preemptions == 0, *other.order))
-
-    # ---- schedule ----
 
     def schedule(self) -> Batch | None:
         """Choose the next step's work and reserve its blocks; None if nothing can run.
@@ -274,8 +270,6 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
             self.stats.record_admission(seq)
 
-    # ---- commit ----
-
     def commit(self, batch: Batch, token_ids: Seq[int], logprobs: Seq[TokenLogprob | None]) -> list[TokenChunk]:
         """Account for a step that ran: `token_ids` and `logprobs` belong to the rows `batch.samples`, in order."""
         now = time.monotonic()
@@ -319,8 +313,6 @@ class Scheduler:
         if not seq.is_finished and seq.num_output_tokens >= sampling.max_tokens:
             self._finish(seq, "length")
         return _chunk(seq, (token_id,), (logprob,) if logprob else None)
-
-    # ---- finish ----
 
     def abort(self, request_id: str, reason: FinishReason = "abort", error: str | None = None) -> TokenChunk | None:
         """End a sequence at any moment and free its blocks; None if it is not here any more."""

@@ -87,8 +87,6 @@ class Dispatcher:
         self._counts: Counter[str] = Counter()
         self._holds_ended: Counter[str] = Counter()  # by reason
 
-    # ---- what it knows ----
-
     def update(
         self,
         reports: Sequence[tuple[float, ReplicaReport]],
@@ -114,8 +112,6 @@ class Dispatcher:
     def traffic(self) -> PoolTraffic:
         held = self._view.held.num_seqs or int(self.gate.is_wanted(asyncio.get_running_loop().time()))
         return PoolTraffic(router_requests_held=held, router_holds_ended=dict(self._holds_ended), **self._counts)
-
-    # ---- a prompt ----
 
     async def generate(self, run: PromptRun, deadline_s: float | None) -> Items:
         """Each item holds at most one chunk per sequence. Closing it aborts them.
