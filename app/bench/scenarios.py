@@ -150,6 +150,7 @@ def affinity(options: ScenarioOptions) -> dict[str, Any]:
 
     replicas, runs = 3, []
     with LocalServer(_own_server(options, "affinity"), args=_local_args(num_replicas=replicas)) as server:
+        server.wait_replicas("short", replicas)
         for seed in range(options.runs or 3):
             runs.append(asyncio.run(burst(server.url, "short", replicas, seed)))
             options.report(f"run {seed + 1}: {runs[-1]}")
@@ -167,8 +168,7 @@ def replica_kill(options: ScenarioOptions) -> dict[str, Any]:
         args = _local_args(num_replicas=replicas, short={"max_num_seqs": 4}, settings={"spills": False})
         with LocalServer(_own_server(options, "replica-kill"), args=args) as server:
             for seed in range(options.runs or 3):
-                if seed > 0:
-                    server.wait_replicas("short", replicas)
+                server.wait_replicas("short", replicas)
 
                 def victim(server: LocalServer = server) -> Any:
                     return server.replica_processes("short")[0]
