@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,7 +38,7 @@ def run(parts: Sequence[Part]) -> None:
         return
     round_ = _Round(parts)
     for helper in _helpers(num_helpers):
-        helper.put(round_)
+        helper.take(round_)
     num_own = round_.work()
     for _ in range(len(parts) - num_own):
         error = round_.finished.get()
@@ -75,21 +77,41 @@ class _Round:
             return None
 
 
+class _Helper:
+    """A thread, kept off the CPU of whoever gives it work.
+
+    Linux likes to wake a thread where its waker runs; there it takes the time of the one that it should help.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: SimpleQueue[_Round] = SimpleQueue()
+        self._avoided = -1
+        self._thread = threading.Thread(target=self._serve, name="longspan-helper", daemon=True)
+        self._thread.start()
+
+    def take(self, round_: _Round) -> None:
+        cpu = _current_cpu()
+        if cpu != self._avoided:
+            self._avoided = cpu
+            others = os.sched_getaffinity(0) - {cpu}
+            if others and self._thread.native_id is not None:
+                os.sched_setaffinity(self._thread.native_id, others)
+        self._rounds.put(round_)
+
+    def _serve(self) -> None:
+        while True:
+            self._rounds.get().help()
+
+
+_current_cpu = ctypes.CDLL(None).sched_getcpu
 _lock = threading.Lock()
-_queues: list[SimpleQueue[_Round]] = []
+_known: list[_Helper] = []
 
 
-def _helpers(count: int) -> list[SimpleQueue[_Round]]:
-    """The queues of helper threads; new ones are started while there are too few."""
-    if len(_queues) < count:
+def _helpers(count: int) -> list[_Helper]:
+    """New ones are started while there are too few."""
+    if len(_known) < count:
         with _lock:
-            while len(_queues) < count:
-                queue: SimpleQueue[_Round] = SimpleQueue()
-                threading.Thread(target=_serve, args=(queue,), name="longspan-helper", daemon=True).start()
-                _queues.append(queue)
-    return _queues[:count]
-
-
-def _serve(queue: SimpleQueue[_Round]) -> None:
-    while True:
-        queue.get().help()
+            while len(_known) < count:
+                _known.append(_Helper())
+    return _known[:count]

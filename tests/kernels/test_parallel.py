@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -50,6 +51,22 @@ def test_small_work_and_one_thread_are_not_split() -> None:
 def test_two_threads_work_at_once() -> None:
     meeting = threading.Barrier(2, timeout=WAIT_S)  # breaks if one thread runs both
     parallel.run([lambda: (meeting.wait(), None)[1], lambda: (meeting.wait(), None)[1]])
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU only")
+def test_a_helper_stays_off_the_cpu_of_its_caller() -> None:
+    seen: list[set[int]] = []
+    meeting = threading.Barrier(2, timeout=WAIT_S)
+
+    def look() -> None:
+        meeting.wait()
+        if threading.current_thread().name == "longspan-helper":
+            seen.append(os.sched_getaffinity(0))
+
+    parallel.run([look, look])
+    assert len(seen) == 1
+    assert seen[0] < os.sched_getaffinity(0)
 
 
 @pytest.mark.usefixtures("two_threads")
