@@ -16,6 +16,7 @@ below what fp32 shows. So it makes no difference which process adds what, in whi
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -109,13 +110,17 @@ def apply_experts(
         experts(x.numpy(), gate_up, down, piece_ends, ids.numpy(), weights.numpy(), out.numpy())
         return out
     pairs, starts = sort_by_expert(ids.numpy(), gate_up.shape[0])
-    num_hit = int(np.count_nonzero(np.diff(starts)))
-    size = 3 * x.shape[1] * down.shape[2]
-    ranges = parallel.split(gate_up.shape[0], (ids.numel() + num_hit * parallel.LOAD_COST) * size, 2)
-    outs = np.zeros((len(ranges), *x.shape))
+    costs = costs_of_experts(starts, parallel.LOAD_COST)
+    num_parts = len(parallel.split(gate_up.shape[0], int(costs.sum()) * 3 * x.shape[1] * down.shape[2]))
+    # As many sums as threads, and no more: each is as large as the result.
+    outs = np.zeros((num_parts, *x.shape))
     arrays = x.numpy(), gate_up, down, piece_ends, weights.numpy(), pairs, starts
+    ranges = pairwise(equal_shares(costs, num_parts))
     parallel.run([partial(add_experts, *arrays, out, *part) for out, part in zip(outs, ranges, strict=True)])
-    return torch.from_numpy(outs.sum(0))
+    total = outs[0]
+    for other in outs[1:]:
+        total += other
+    return torch.from_numpy(total)
 
 
 @compiled
@@ -193,6 +198,31 @@ def sort_by_expert(ids: Array, num_experts: int) -> tuple[Array, Array]:
                 pairs[following[expert]] = n * ids.shape[1] + j
                 following[expert] += 1
     return pairs, starts
+
+
+@compiled
+def costs_of_experts(starts: Array, load_cost: int) -> Array:
+    """[E], in rows: how many pairs an expert has, and what reading its weights takes if there are any."""
+    costs = np.zeros(starts.shape[0] - 1, _i64)
+    for expert in range(costs.shape[0]):
+        count = starts[expert + 1] - starts[expert]
+        costs[expert] = count + load_cost if count > 0 else 0
+    return costs
+
+
+@compiled
+def equal_shares(costs: Array, num_parts: int) -> Array:
+    """[num_parts + 1] ascending from 0 to E: where parts of about equal cost end."""
+    ends = np.full(num_parts + 1, costs.shape[0], _i64)
+    ends[0] = 0
+    total, done, part = costs.sum(), 0, 1
+    for expert in range(costs.shape[0]):
+        # An expert belongs to the part in which the middle of its cost lies.
+        while part < num_parts and (2 * done + costs[expert]) * num_parts > 2 * total * part:
+            ends[part] = expert
+            part += 1
+        done += costs[expert]
+    return ends
 
 
 @compiled

@@ -106,3 +106,17 @@ def test_the_fused_gate_is_silu() -> None:
     gate, up = gate_up.double().chunk(2, dim=1)
     assert_close(out, torch.nn.functional.silu(gate) * up, 1e-6)
     assert torch.isfinite(out).all()
+
+
+def test_parts_of_the_experts_cost_about_the_same() -> None:
+    def ends(*costs: int, num_parts: int = 2) -> list[int]:
+        return native_products.equal_shares(np.array(costs), num_parts).tolist()  # type: ignore[no-any-return]
+
+    assert ends(1, 1, 1, 1) == [0, 2, 4]
+    assert ends(9, 1, 1, 1) == [0, 1, 4]
+    assert ends(1, 1, 1, 9) == [0, 3, 4]
+    assert ends(0, 0, 0) == [0, 3, 3]
+    assert ends(5, num_parts=3) == [0, 0, 1, 1]
+    assert ends(*[1] * 9, num_parts=3) == [0, 3, 6, 9]
+    starts = np.array([0, 3, 3, 4])
+    assert native_products.costs_of_experts(starts, 4).tolist() == [7, 0, 5]
