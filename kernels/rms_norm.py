@@ -106,8 +106,8 @@ def add_rms_norm(
         residual[n] += x[n];  out[n] = rms_norm(residual[n]) * weight
 
     Args:
-        x:        [N, D], rows may be strided
-        residual: [N, D] in x's dtype, overwritten; rows may be strided
+        x:        [N, D] in residual's dtype, or in fp64; rows may be strided
+        residual: [N, D], overwritten; rows may be strided
         weight, eps: as in `rms_norm`
     Returns: [N, D] normed, contiguous, freshly allocated. The norm is taken of the residual as rounded for storage.
     Raises:  ValueError on shape, dtype or stride
@@ -115,10 +115,14 @@ def add_rms_norm(
     _check(x, weight)
     check_shape("residual", residual, (x.shape[0], x.shape[1]))
     check_last_dim_contiguous("residual", residual)
-    check_dtype("residual", residual, x.dtype)
+    is_native = not use_triton(x, backend) and native.can_run(residual) and native.can_run(weight)
+    if x.dtype == torch.float64 and not is_native:
+        x = x.to(residual.dtype)
+    if x.dtype != torch.float64:
+        check_dtype("residual", residual, x.dtype)
     if use_triton(x, backend):
         return _launch(x, residual, weight, eps)
-    if native.can_run(x) and native.can_run(weight):
+    if is_native:
         out = torch.empty(x.shape)
         native.add_and_norm_rows(x.numpy(), residual.numpy(), weight.numpy(), eps, out.numpy())
         return out

@@ -83,7 +83,7 @@ class Sampler:
         adjusted = self._adjust(logits, sequences)
         sampling = [seq.sampling for seq in sequences]
         if all(params.is_greedy for params in sampling):
-            return adjusted.argmax(dim=-1)
+            return _argmax(adjusted)
         floats = torch.tensor(
             [[params.temperature, params.top_p, params.min_p] for params in sampling], dtype=torch.float32
         ).to(logits.device, non_blocking=True)
@@ -142,6 +142,13 @@ class Sampler:
 def needs_host(seq: Sequence) -> bool:
     """Whether the host must see each token of this sequence before the next one can be sampled."""
     return seq.sampling.logprobs is not None or _needs_adjusting(seq)
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """[N, V] -> [N]. On a CPU by NumPy: torch divides so little among its threads, and waits for them to wake."""
+    if logits.is_cuda:
+        return logits.argmax(dim=-1)
+    return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
 def _needs_adjusting(seq: Sequence) -> bool:

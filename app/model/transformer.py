@@ -39,10 +39,10 @@ class DecoderLayer:
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, step: AttentionStep, cache: torch.Tensor
     ) -> torch.Tensor:
-        """x [N, D], already normed -> the MLP's output [N, D], not yet added to `residual`."""
+        """x [N, D], already normed -> the MLP's output [N, D], not yet added to `residual`; in fp64 on a CPU."""
         x = self._attention.forward(x, step, cache)
         x = add_rms_norm(x, residual, self._post_attention_norm, self._eps, backend=self._backend)
-        return self._tensor.all_reduce(self._run_mlp(x, step.inputs)).to(x.dtype)
+        return self._tensor.all_reduce(self._run_mlp(x, step.inputs))
 
     def _run_mlp(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
         if isinstance(self.mlp, GatedMlp):

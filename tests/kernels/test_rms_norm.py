@@ -64,6 +64,21 @@ def test_strided_residual_keeps_its_neighbours(target: Target) -> None:
     assert memory[:, 20:80].eq(2).all() and memory[:, :20].eq(1).all() and memory[:, 80:].eq(1).all()
 
 
+def test_what_is_added_may_be_in_double_precision(target: Target) -> None:
+    case = Case("double", 17, 129)
+    for dtype in target.dtypes:
+        x, residual = (rows_of(case, name, target, dtype) for name in ("x", "residual"))
+        weight = target.place(torch.randn(case.dim, generator=generator(case.name)), dtype)
+        sums = residual.clone(), residual.clone()
+        outs = [
+            add_rms_norm(added, total, weight, EPS, backend=target.backend)
+            for added, total in zip((x, x.double()), sums, strict=True)
+        ]
+        assert outs[1].dtype == dtype
+        assert_bitwise_equal(sums[1], sums[0])
+        assert_bitwise_equal(outs[1], outs[0])
+
+
 def test_row_does_not_depend_on_the_others(target: Target) -> None:
     x, weight = target.place(torch.randn(37, 130, generator=generator(1))), target.place(torch.ones(130))
     together = rms_norm(x, weight, EPS, backend=target.backend)

@@ -157,7 +157,7 @@ class MlaAttention:
         self._from_latent = HeadProjection(per_head[:, self._nope_dim :].mT, backend)  # [H, R, dv]
 
     def forward(self, x: torch.Tensor, step: AttentionStep, cache: torch.Tensor) -> torch.Tensor:
-        """[N, D] -> [N, D]; writes the step's latents to `cache` first.
+        """[N, D] -> [N, D], in fp64 if the output projection says so; writes the step's latents to `cache` first.
 
         cache: [num_blocks, block_size, R + dr], or FP8 entries of uint8
         """
@@ -183,7 +183,7 @@ class MlaAttention:
         if not parts:
             parts.append(q.new_zeros(q.shape[0], self._num_heads, self._value_dim))
         heads = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._ranks.tensor.all_reduce(weights.o.forward(heads.flatten(1))).to(x.dtype)
+        return self._ranks.tensor.all_reduce(weights.o.forward(heads.flatten(1)))
 
     def _write_rows(self, kv: torch.Tensor, q: torch.Tensor, rows: SharedRows, cache: torch.Tensor) -> None:
         """Write the latents of all ranks' rows; their queries are elsewhere."""
