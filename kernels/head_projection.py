@@ -61,14 +61,14 @@ def _project_kernel(
         tl.store(out_rows[:, None] + M + place[None, :], kept, mask=is_copied)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _project_rows_kernel(
-    x_ptr, weight_ptr, out_ptr,
+    x_ptr, weight_ptr, out_ptr, num_rows,
     x_row_stride, x_head_stride, w_head_stride, w_in_stride, w_out_stride,
     H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, TAIL: tl.constexpr, BLOCK_TAIL: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M outputs of one head for very few rows, without the matrix unit."""
+    """BLOCK_M outputs of one head for very few rows, ROWS at most, without the matrix unit."""
     head = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
@@ -78,12 +78,15 @@ def _project_rows_kernel(
     for n in tl.static_range(ROWS):
         x_row = x_ptr + n * x_row_stride + head * x_head_stride
         out_row = out_ptr + (n * H + head) * (M + TAIL)
-        x = tl.load(x_row + k, mask=k < K, other=0.0)
+        is_row = n < num_rows
+        width = tl.where(is_row, K, 0)
+        out_width = tl.where(is_row, M, 0)
+        x = tl.load(x_row + k, mask=k < width, other=0.0)
         total = tl.sum(w.to(tl.float32) * x.to(tl.float32)[:, None], axis=0)
-        tl.store(out_row + column, total.to(out_ptr.dtype.element_ty), mask=column < M)
+        tl.store(out_row + column, total.to(out_ptr.dtype.element_ty), mask=column < out_width)
         if TAIL > 0:
             place = tl.arange(0, BLOCK_TAIL)
-            is_copied = tl.program_id(1) * TAIL + place < TAIL
+            is_copied = tl.program_id(1) * TAIL + place < tl.where(is_row, TAIL, 0)
             kept = tl.load(x_row + K + place, mask=is_copied, other=0.0)
             tl.store(out_row + M + place, kept, mask=is_copied)
 
@@ -119,9 +122,9 @@ def project_heads(
     is_plain = x.shape[0] <= _MAX_PLAIN_ROWS and width <= _MAX_PLAIN_WIDTH and x.element_size() == 2
     if is_plain and not invariance.is_required():
         _project_rows_kernel[(num_heads, triton.cdiv(out_width, _FEW[0]))](
-            x, weight, out, x.stride(0), x.stride(1), *weight.stride(), **shape,
-            ROWS=x.shape[0], BLOCK_K=triton.next_power_of_2(width), BLOCK_M=_FEW[0], num_warps=4,
-            **dependent_launch(x.device),
+            x, weight, out, x.shape[0], x.stride(0), x.stride(1), *weight.stride(), **shape,
+            ROWS=triton.next_power_of_2(x.shape[0]), BLOCK_K=triton.next_power_of_2(width), BLOCK_M=_FEW[0],
+            num_warps=4, **dependent_launch(x.device),
         )  # fmt: skip
         return out
     block_m, block_k = _FEW if x.shape[0] <= _BLOCK_N and not invariance.is_required() else _MANY

@@ -24,32 +24,32 @@ def linear_rows_reference(
     return (out if bias is None else out + bias.float()).to(out_dtype or x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rows_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, x_stride,
-    M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, x_stride,
+    M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M outputs of all rows. The first weights are on their way before the input is there."""
+    """BLOCK_M outputs of all rows, ROWS at most. The first weights are on their way before the input is there."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.arange(0, BLOCK_ROWS)
+    row = tl.arange(0, ROWS)
     weights = weight_ptr + m.to(tl.int64)[:, None] * K
     k = tl.arange(0, BLOCK_K)
     w = tl.load(weights + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
     wait_for_previous(PDL)
-    total = tl.zeros([BLOCK_ROWS, BLOCK_M], tl.float32)
+    total = tl.zeros([ROWS, BLOCK_M], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         if start > 0:
             w = tl.load(weights + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
         for n in tl.static_range(ROWS):
-            x = tl.load(x_ptr + n * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + n * x_stride + k, mask=k < tl.where(n < num_rows, K, 0), other=0.0).to(tl.float32)
             part = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
             total += tl.where(row[:, None] == n, part[None, :], 0.0)
     if HAS_BIAS:
         total += tl.load(bias_ptr + m, mask=m < M, other=0.0).to(tl.float32)[None, :]
     out = out_ptr + row[:, None] * M + m[None, :]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(row[:, None] < ROWS) & (m[None, :] < M))
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(row[:, None] < num_rows) & (m[None, :] < M))
 
 
 def linear_rows(
@@ -62,7 +62,7 @@ def linear_rows(
         x:         [N, K], rows may be strided
         weight:    [M, K] in x's dtype, contiguous
         bias:      [M], or None
-        out_dtype: None: x's; else float32, and no bias
+        out_dtype: None: x's; else float32, and no bias, or what linear_fixed takes
     Returns: [N, M], contiguous, freshly allocated; fp32 accumulation, one rounding. Up to MAX_ROWS rows of 16 bits have
         a kernel of their own, the others are torch's; under `invariance` all are linear_fixed's.
     Raises:  ValueError on shape, dtype or stride
@@ -80,8 +80,8 @@ def linear_rows(
         return torch.mm(x, weight.t(), out_dtype=out_dtype) if x.is_cuda else x.to(out_dtype) @ weight.t().to(out_dtype)
     out = torch.empty(x.shape[0], num_outputs, dtype=out_dtype or x.dtype, device=x.device)
     _rows_kernel[(triton.cdiv(num_outputs, _OUTPUTS),)](
-        x, weight, bias, out, x.stride(0),
-        M=num_outputs, K=width, ROWS=x.shape[0], BLOCK_ROWS=triton.next_power_of_2(x.shape[0]), BLOCK_M=_OUTPUTS,
+        x, weight, bias, out, x.shape[0], x.stride(0),
+        M=num_outputs, K=width, ROWS=triton.next_power_of_2(x.shape[0]), BLOCK_M=_OUTPUTS,
         BLOCK_K=min(triton.next_power_of_2(width), _MAX_INNER), HAS_BIAS=bias is not None, num_warps=8,
         **dependent_launch(x.device),
     )  # fmt: skip
