@@ -141,6 +141,8 @@ class PoolConfig(FrozenModel):
     def _ranks_ask_for_something(self) -> Self:
         if self.parallel.num_ranks > 1 and not self.num_cpus and not self.num_gpus:
             raise ValueError("num_cpus: a replica of several ranks needs CPUs or GPUs to place them by")
+        if self.parallel.num_ranks > 1 and 0 < self.num_gpus <= 0.5:
+            raise ValueError("num_gpus: more than 0.5 for each of several ranks, or two could be given the same GPU")
         return self
 
 

@@ -37,6 +37,7 @@ def test_serve_config_builds(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (pools, {"short": {"engine": {"max_num_seq": 3}}}, "short.engine.max_num_seq"),
         (pools, {"long": {"num_replicas": 0}}, "long.num_replicas"),
+        (pools, {"long": {"num_gpus": 0.5, "parallel": {"tensor": 2}}}, "long.num_gpus"),
         (pools, {"model": {"path": "${LONGSPAN_NO_SUCH_VARIABLE}"}}, "model.path"),
         (pools, {"short": {"engine": {"max_model_len": 20_000}}}, "short.engine.max_model_len"),
         (pools, {"long": {"engine": {"max_model_len": 16_385}}}, "long.engine.max_model_len"),

@@ -6,23 +6,40 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+import torch
 
 from app.bench.client import Client, PromptMaker, RequestRecord
 from app.bench.compare import EngineGenerator
-from app.bench.server import LocalServer
+from app.bench.server import LocalServer, pools_config
 from app.bench.traffic import PlannedRequest
-from app.config import PoolsConfig, load_config
+from app.config import PoolsConfig
 from app.engine.loading import load_engine
-from app.errors import ConfigError, UnavailableError
+from app.errors import UnavailableError
 
 PROMPT_TOKENS = 64
 WARM_UP_TOKENS = 8
-APPLICATION = "pools"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsRun:
+    """Streams that start together. Times are seconds since then, of the earliest and the latest stream."""
+
+    tokens_per_s: float
+    first_token_s: tuple[float, float]
+    ended_s: tuple[float, float]
+    client_cpu_share: float  # of one core: this process is the client
+
+    def __str__(self) -> str:
+        (first_s, last_first_s), (end_s, last_end_s) = self.first_token_s, self.ended_s
+        return (
+            f"{self.tokens_per_s:.1f}, first tokens after {first_s:.3f} to {last_first_s:.3f} s, ends after {end_s:.3f}"
+            f" to {last_end_s:.3f} s, client {self.client_cpu_share:.0%} of a core"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +52,7 @@ class HttpCost:
     engine_tokens_per_s: list[float]
     http_tokens_per_s: list[float]
     ratio: float
+    http_runs: list[StreamsRun]
 
     def __str__(self) -> str:
         return (
@@ -44,27 +62,16 @@ class HttpCost:
         )
 
 
-def pools_config(path: Path) -> PoolsConfig:
-    """The args of the file's application of pools. Raises ConfigError."""
-    for application in yaml.safe_load(path.read_text(encoding="utf-8"))["applications"]:
-        if application["name"] == APPLICATION:
-            return load_config(PoolsConfig, application.get("args") or {}, where="args")
-    raise ConfigError(f"{path}: has no application {APPLICATION!r}")
-
-
 def http_cost(config: Path, *, streams: int, output_tokens: int, runs: int, report: Callable[[str], None]) -> HttpCost:
     """Starts a server of `config`, and an engine with its short pool's limits in this process.
 
     Raises LongspanError if the server does not start, UnavailableError if a stream fails.
     """
     pools = pools_config(config)
-    engine_config = pools.short.engine
-    loaded = load_engine(pools.model, engine_config)
-    loaded.warm_up(is_complete=True)  # the server's engines have the time for it between their requests
-    engine = EngineGenerator(loaded)
     rng = random.Random(0)
-    rates: dict[str, list[float]] = {"engine": [], "http": []}
-    with LocalServer(config) as server:
+    engine_rates: list[float] = []
+    http_runs: list[StreamsRun] = []
+    with engine_beside_server(config, pools) as (engine, server):
 
         def run_engine(num_tokens: int) -> float:
             # New random ids each time: neither side finds a prefix cached.
@@ -73,34 +80,59 @@ def http_cost(config: Path, *, streams: int, output_tokens: int, runs: int, repo
             engine.generate(prompts, num_tokens, ignore_eos=True)  # as the clients ask for
             return streams * num_tokens / (time.perf_counter() - start_s)
 
-        def run_http(num_tokens: int) -> float:
-            return asyncio.run(stream_rate(server.url, streams, num_tokens, seed=rng.randrange(2**32)))
+        def run_http(num_tokens: int) -> StreamsRun:
+            return asyncio.run(run_streams(server.url, streams, num_tokens, seed=rng.randrange(2**32)))
 
-        sides = [("engine", run_engine), ("http", run_http)]
-        for _, run in sides:
-            run(WARM_UP_TOKENS)
+        run_engine(WARM_UP_TOKENS)
+        run_http(WARM_UP_TOKENS)
         for index in range(runs):
-            for name, run in sides:
-                rates[name].append(run(output_tokens))
-            sides.reverse()
-            report(f"round {index + 1}: engine {rates['engine'][-1]:.1f} tokens/s, HTTP {rates['http'][-1]:.1f}")
-    ratio = statistics.median(rates["http"]) / statistics.median(rates["engine"])
-    return HttpCost(streams, output_tokens, engine_config.num_threads, rates["engine"], rates["http"], ratio)
+            if index % 2 == 0:
+                engine_rates.append(run_engine(output_tokens))
+            http_runs.append(run_http(output_tokens))
+            if index % 2 == 1:
+                engine_rates.append(run_engine(output_tokens))
+            report(f"round {index + 1}: engine {engine_rates[-1]:.1f} tokens/s, HTTP {http_runs[-1]}")
+    http_rates = [run.tokens_per_s for run in http_runs]
+    ratio = statistics.median(http_rates) / statistics.median(engine_rates)
+    return HttpCost(streams, output_tokens, pools.short.engine.num_threads, engine_rates, http_rates, ratio, http_runs)
 
 
-async def stream_rate(url: str, streams: int, output_tokens: int, *, seed: int) -> float:
-    """Output tokens per second of `streams` streams that start together. Raises UnavailableError if one fails."""
+@contextmanager
+def engine_beside_server(config: Path, pools: PoolsConfig) -> Iterator[tuple[EngineGenerator, LocalServer]]:
+    """Both load at the same time. Where there are several GPUs the engine takes the last: Ray begins with the first."""
+    server = LocalServer(config)
+    try:
+        server.launch()
+        if pools.short.engine.device != "cpu" and torch.cuda.device_count() > 1:
+            torch.cuda.set_device(torch.cuda.device_count() - 1)
+        loaded = load_engine(pools.model, pools.short.engine)
+        loaded.warm_up(is_complete=True)  # the server's engines have the time for it between their requests
+        server.wait_ready()
+        yield EngineGenerator(loaded), server
+    finally:
+        server.stop()
+
+
+async def run_streams(url: str, streams: int, output_tokens: int, *, seed: int) -> StreamsRun:
+    """`streams` streams at once. Raises UnavailableError if one fails."""
     prompts = PromptMaker(None, stream=True, seed=seed)
     planned = PlannedRequest(0.0, PROMPT_TOKENS, output_tokens)
     records = [RequestRecord(planned) for _ in range(streams)]
     bodies = [prompts.body(planned) for _ in range(streams)]
     async with Client(url, timeout_s=300.0) as client:
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         sends = [client.send(body, record, start_s) for body, record in zip(bodies, records, strict=True)]
         await asyncio.gather(*sends)
-        elapsed_s = time.perf_counter() - start_s
+        elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     for record in records:
         if record.error is not None or record.output_tokens != output_tokens:
             ended = record.error or f"{record.output_tokens} of {output_tokens} tokens"
             raise UnavailableError(f"a stream ended with {ended}")
-    return streams * output_tokens / elapsed_s
+    firsts = [record.event_times_s[0] for record in records]
+    ends = [record.ended_s for record in records]
+    return StreamsRun(
+        tokens_per_s=streams * output_tokens / elapsed_s,
+        first_token_s=(min(firsts), max(firsts)),
+        ended_s=(min(ends), max(ends)),
+        client_cpu_share=cpu_s / elapsed_s,
+    )

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.client import Client, PromptMaker, RequestRecord
-from app.bench.server import LOCAL_CONFIG, LocalServer
+from app.bench.server import LOCAL_CONFIG, LocalServer, pools_config
 from app.bench.traffic import PlannedRequest
 from app.errors import ConfigError
 
 MEGABYTE = 2**20
 SHARDED_CONFIG = Path("serve_configs/local-sharded.yaml")
 AUTOSCALE_CONFIG = Path("serve_configs/autoscale.yaml")
+TWO_GPUS_CONFIG = Path("serve_configs/two-gpus.yaml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +89,22 @@ def memory(options: ScenarioOptions) -> dict[str, Any]:
 def shard_faults(options: ScenarioOptions) -> dict[str, Any]:
     """Ranks killed, frozen and made to raise under load: seconds to the next answer, what is left, five times over.
 
-    Limits: 20 s after a kill or an error, 25 s after a stopped rank, 40 s after a stopped rank 0; no process and no
-    placement group may be left, streams end with an error event, all else is sent again.
+    Limits: 20 s after a kill or an error, 25 s after a stopped rank, 40 s after a stopped rank 0; no process, placement
+    group or GPU memory in use may be left, streams end with an error event, all else is sent again.
     """
-    from app.bench.shard_faults import fault_runs  # ray
+    from app.bench.shard_faults import CPU_LOAD, FAULTS, GPU_LOAD, fault_runs  # ray
 
-    rounds = []
+    config = _own_server(options, "shard-faults", SHARDED_CONFIG)
+    load = GPU_LOAD if pools_config(config).short.num_gpus else CPU_LOAD
+    rounds, starts_s = [], []
     for index in range(options.runs or 5):
-        with LocalServer(_own_server(options, "shard-faults", SHARDED_CONFIG)) as server:
-            options.report(f"round {index + 1}")
-            rounds.append(asyncio.run(fault_runs(server.url, server.ray_address, options.report)))
-    return {"passed": all(run.is_passed for round_ in rounds for run in round_), "rounds": rounds}
+        start_s = time.perf_counter()
+        with LocalServer(config) as server:
+            starts_s.append(time.perf_counter() - start_s)
+            options.report(f"round {index + 1}, all pools started in {starts_s[-1]:.1f} s")
+            rounds.append(asyncio.run(fault_runs(server.url, server.ray_address, options.report, FAULTS, load)))
+    is_passed = all(run.is_passed for round_ in rounds for run in round_)
+    return {"passed": is_passed, "starts_s": starts_s, "rounds": rounds}
 
 
 def mixed(options: ScenarioOptions) -> dict[str, Any]:
@@ -139,6 +145,27 @@ def mixed_alone(options: ScenarioOptions) -> dict[str, Any]:
         "long_slowdown": slowdown,
         "comparison": ratios,
     }
+
+
+def mixed_gpu(options: ScenarioOptions) -> dict[str, Any]:
+    """Shorts beside prompts of 64k tokens on two GPUs, a pool on each, and then all in one pool on one GPU.
+
+    8 shorts of 512 tokens a second, a long prompt every 4 s; medians over the runs. The limit is for two pools: the
+    shorts' 99th percentile of time to first token <= 1.2x of what it is without longs.
+    """
+    from app.bench.mixed_gpu import GPU_MIX, mixed_phases
+
+    config = _own_server(options, "mixed-gpu", TWO_GPUS_CONFIG)
+    results: dict[str, Any] = {}
+    ratios, num_failed = {}, 0
+    for name, in_one_pool in (("two_pools", False), ("one_pool", True)):
+        results[name] = mixed_phases(config, GPU_MIX, options.runs or 3, options.report, in_one_pool=in_one_pool)
+        p99s = [{key: run[key].short_ttft.percentiles_s["p99"] for key in run} for run in results[name]]
+        ratios[name] = statistics.median(run["beside"] / run["alone"] for run in p99s)
+        num_failed += sum(phase.num_failed for run in results[name] for phase in run.values())
+        options.report(f"{name}: TTFT p99 {ratios[name]:.2f}x")
+    is_passed = ratios["two_pools"] <= 1.2 and not num_failed
+    return {"passed": is_passed, "p99_ratios": ratios, "num_failed": num_failed, **results}
 
 
 def affinity(options: ScenarioOptions) -> dict[str, Any]:
@@ -262,6 +289,7 @@ SCENARIOS: dict[str, Scenario] = {
     "memory": memory,
     "mixed": mixed,
     "mixed-alone": mixed_alone,
+    "mixed-gpu": mixed_gpu,
     "overload": overload,
     "replica-kill": replica_kill,
     "scale-up": scale_up,

@@ -20,9 +20,11 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import yaml
 
+from app.config import PoolsConfig, load_config
 from app.errors import ConfigError, PreflightError
 
 LOCAL_CONFIG = Path("serve_configs/local.yaml")
+POOLS_APPLICATION = "pools"
 STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 # Ray's workers take 10002-19999; Linux hands out ports above 32767 by itself.
@@ -186,6 +188,14 @@ class LocalServer:
         lines = [line.strip() for line in _COLOUR.sub("", text).splitlines() if line.strip()]
         lines = [line for line in lines if "Error" in line] or lines
         return " | ".join(lines[-3:]) or "no output"
+
+
+def pools_config(path: Path) -> PoolsConfig:
+    """The args of the file's application of pools. Raises ConfigError."""
+    for application in yaml.safe_load(path.read_text(encoding="utf-8"))["applications"]:
+        if application["name"] == POOLS_APPLICATION:
+            return load_config(PoolsConfig, application.get("args") or {}, where="args")
+    raise ConfigError(f"{path}: has no application {POOLS_APPLICATION!r}")
 
 
 def _free_port() -> int:

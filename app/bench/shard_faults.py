@@ -22,6 +22,7 @@ from ray.util.placement_group import placement_group_table
 
 from app.bench.client import Client, PromptMaker, RequestRecord
 from app.bench.cluster import join_cluster
+from app.bench.gpu_memory import gpu_memory_bytes, is_freed
 from app.bench.traffic import PlannedRequest
 from app.errors import UnavailableError
 from app.serving.rank import Rank
@@ -29,20 +30,44 @@ from app.serving.rank import Rank
 APP, POOL = "pools", "short"
 STREAMS = 3  # that have begun when the fault comes
 WHOLE = 2  # that have begun likewise, but are not streamed: they are made again
-LATE = 2  # whose prompts are still computed
 LOAD_ATTEMPTS = 10  # for a machine that stands still while this process would strike
-STREAM = PlannedRequest(0.0, 32, 1900)
-WHOLE_REQUEST = PlannedRequest(0.0, 32, 300)
-LATE_REQUEST = PlannedRequest(0.0, 1900, 16)
 PROBE = PlannedRequest(0.0, 8, 1)
-# Keeps the other pool from being idle, so that no request spills into it.
-OTHER_POOL = PlannedRequest(0.0, 32, 15_000)
 PROBE_PERIOD_S = 0.25
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 120.0
 CLEAN_TIMEOUT_S = 60.0  # after the first answer: a frozen rank 0 has its grace period
 REPORTED_S = 2.5  # by then routers have heard of a request that runs
 _POLL_S = 0.05
+GPU_SLACK_BYTES = 4 * 2**30  # for what steps allocate; a rank's weights and cache are far larger
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What runs when a fault comes, long enough that it still does."""
+
+    stream: PlannedRequest
+    whole: PlannedRequest
+    late: PlannedRequest  # its prompt is still computed
+    num_late: int  # at once
+    # Keeps the other pool from being idle, so that no request spills into it.
+    other_pool: PlannedRequest
+
+
+CPU_LOAD = Load(
+    stream=PlannedRequest(0.0, 32, 1900),
+    whole=PlannedRequest(0.0, 32, 300),
+    late=PlannedRequest(0.0, 1900, 16),
+    num_late=2,
+    other_pool=PlannedRequest(0.0, 32, 15_000),
+)
+# For a model of the DeepSeek-V2-Lite size, whose two ranks compute some 100,000 prompt tokens in a second.
+GPU_LOAD = Load(
+    stream=PlannedRequest(0.0, 32, 15_000),
+    whole=PlannedRequest(0.0, 32, 1500),
+    late=PlannedRequest(0.0, 15_000, 16),
+    num_late=4,
+    other_pool=PlannedRequest(0.0, 32, 150_000),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +84,13 @@ class FaultRun:
 
     fault: str
     answering_s: float | None  # None: not in time
-    clean_s: float | None  # until the old processes and their placement group were gone
+    clean_s: float | None  # until the old processes, their placement group and their GPU memory were gone
     limit_s: float
     streams: Mapping[str, int]  # how those that had begun ended: an error event, or (frozen late) done
     whole: Mapping[str, int]  # how answers in one piece ended that had tokens
     late: Mapping[str, int]  # how those without a token ended
+    gpu_bytes_before: Sequence[int]  # in use on each GPU of the machine; empty without GPUs
+    gpu_bytes_after: Sequence[int]  # once clean: with the replacement, without what it replaced
 
     @property
     def is_passed(self) -> bool:
@@ -175,7 +202,11 @@ LOADING_FAULTS = (
 
 
 async def fault_runs(
-    url: str, address: str, report: Callable[[str], None], faults: Sequence[Fault] = FAULTS
+    url: str,
+    address: str,
+    report: Callable[[str], None],
+    faults: Sequence[Fault] = FAULTS,
+    load: Load = CPU_LOAD,
 ) -> list[FaultRun]:
     """Every fault once against the server at `url` whose cluster, on this machine, is at `address`.
 
@@ -184,9 +215,9 @@ async def fault_runs(
     join_cluster(address)
     try:
         runs = []
-        async with Client(url, timeout_s=ANSWER_TIMEOUT_S) as client, _occupied_other_pool(url):
+        async with Client(url, timeout_s=ANSWER_TIMEOUT_S) as client, _occupied_other_pool(url, load):
             for fault in faults:
-                runs.append(await _run(fault, client))
+                runs.append(await _run(fault, load, client))
                 report(_line(runs[-1]))
         return runs
     finally:
@@ -194,10 +225,10 @@ async def fault_runs(
 
 
 @asynccontextmanager
-async def _occupied_other_pool(url: str) -> AsyncIterator[None]:
+async def _occupied_other_pool(url: str, load: Load) -> AsyncIterator[None]:
     async with Client(url, timeout_s=3600.0) as client:
-        record = RequestRecord(OTHER_POOL)
-        task = asyncio.create_task(client.send(_PROMPTS.body(OTHER_POOL), record, 0.0))
+        record = RequestRecord(load.other_pool)
+        task = asyncio.create_task(client.send(_PROMPTS.body(load.other_pool), record, 0.0))
         try:
             await _until_streaming([record])
             await asyncio.sleep(REPORTED_S)
@@ -207,18 +238,20 @@ async def _occupied_other_pool(url: str) -> AsyncIterator[None]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def _run(fault: Fault, client: Client) -> FaultRun:
-    ranks, groups = await asyncio.to_thread(PoolRanks), num_groups()
+async def _run(fault: Fault, load: Load, client: Client) -> FaultRun:
+    ranks = await asyncio.to_thread(PoolRanks)
+    groups = num_groups()
     async with asyncio.TaskGroup() as tasks:
-        whole = [_send(tasks, client, WHOLE_REQUEST, _WHOLE_PROMPTS) for _ in range(WHOLE)]
+        whole = [_send(tasks, client, load.whole, _WHOLE_PROMPTS) for _ in range(WHOLE)]
         await asyncio.sleep(0.2)  # they are at the replica by now, and get their tokens before the streams do
-        streams = [_send(tasks, client, STREAM) for _ in range(STREAMS)]
+        streams = [_send(tasks, client, load.stream) for _ in range(STREAMS)]
         await _until_streaming(streams)
+        gpu_bytes = await asyncio.to_thread(gpu_memory_bytes)
         late: list[RequestRecord] = []
         for _ in range(LOAD_ATTEMPTS):
-            late += [_send(tasks, client, LATE_REQUEST) for _ in range(LATE)]
+            late += [_send(tasks, client, load.late) for _ in range(load.num_late)]
             if all(record.ended_s for record in whole):
-                whole += [_send(tasks, client, WHOLE_REQUEST, _WHOLE_PROMPTS) for _ in range(WHOLE)]
+                whole += [_send(tasks, client, load.whole, _WHOLE_PROMPTS) for _ in range(WHOLE)]
             await asyncio.sleep(0.2)
             waiting = [record for record in late if not record.event_times_s]
             is_loaded = bool(waiting) and not all(record.ended_s for record in whole)
@@ -227,7 +260,8 @@ async def _run(fault: Fault, client: Client) -> FaultRun:
         await asyncio.to_thread(fault.strike, ranks, fault.rank)
         struck_s = time.perf_counter()
         answered_s = await _first_answer(client, ranks, fault)
-        clean_s = await _until_clean(ranks, groups)
+        clean_s = await _until_clean(ranks, groups, gpu_bytes)
+        gpu_bytes_after = await asyncio.to_thread(gpu_memory_bytes)
     if not is_loaded:
         raise UnavailableError("every request was further than it should at the fault: the machine is too fast")
     # A first token that was on its way to this client when the fault came had been streamed.
@@ -241,6 +275,8 @@ async def _run(fault: Fault, client: Client) -> FaultRun:
         streams=Counter(record.error or "done" for record in begun),
         whole=Counter(record.error or _whole_end(record) for record in whole),
         late=Counter(record.error or "done" for record in waiting),
+        gpu_bytes_before=gpu_bytes,
+        gpu_bytes_after=gpu_bytes_after,
     )
 
 
@@ -293,11 +329,17 @@ async def _first_answer(client: Client, ranks: PoolRanks, fault: Fault) -> float
         await asyncio.gather(*probes, return_exceptions=True)
 
 
-async def _until_clean(ranks: PoolRanks, groups: int) -> float | None:
-    """When nothing of the old replica was left, and no placement group beyond those there were."""
+async def _until_clean(ranks: PoolRanks, groups: int, gpu_bytes: list[int]) -> float | None:
+    """When nothing of the old replica was left, and no placement group or GPU memory in use beyond what there was."""
+
+    def is_clean() -> bool:
+        if not ranks.is_replaced() or num_groups() != groups:
+            return False
+        return is_freed(gpu_memory_bytes(), gpu_bytes, GPU_SLACK_BYTES)
+
     deadline_s = time.perf_counter() + CLEAN_TIMEOUT_S
     while time.perf_counter() < deadline_s:
-        if await asyncio.to_thread(ranks.is_replaced) and num_groups() == groups:
+        if await asyncio.to_thread(is_clean):
             return time.perf_counter()
         await asyncio.sleep(PROBE_PERIOD_S)
     return None
@@ -307,4 +349,9 @@ def _line(run: FaultRun) -> str:
     answering = "no answer" if run.answering_s is None else f"answers after {run.answering_s:.1f} s"
     clean = "NOT clean" if run.clean_s is None else f"clean after {run.clean_s:.1f} s"
     ends = f"streams {dict(run.streams)}, whole {dict(run.whole)}, late requests {dict(run.late)}"
+    if run.gpu_bytes_before:
+        before, after = (
+            "/".join(f"{used / 2**30:.1f}" for used in sizes) for sizes in (run.gpu_bytes_before, run.gpu_bytes_after)
+        )
+        clean += f", GPU memory {before} GiB before, {after} after"
     return f"{run.fault}: {answering} (limit {run.limit_s:g}), {clean}; {ends}: {'ok' if run.is_passed else 'FAILED'}"

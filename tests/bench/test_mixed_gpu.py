@@ -1,0 +1,48 @@
+"""What the mix on GPUs sends, what it concludes, and how one pool gets all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.bench.client import RequestRecord
+from app.bench.mixed_gpu import GPU_MIX, one_pool_args, phase_of, planned_requests
+from app.bench.traffic import PlannedRequest
+from app.config import EMBEDDED_MODEL, PoolsConfig, RouterConfig, load_config
+from app.errors import UnavailableError
+
+TWO_GPUS = Path(__file__).parents[2] / "serve_configs" / "two-gpus.yaml"
+
+
+def test_shorts_leave_at_the_same_moments_with_longs_and_without() -> None:
+    alone, beside = (planned_requests(GPU_MIX, 3, with_longs=longs) for longs in (False, True))
+    longs = [request for request in beside if request.prompt_tokens == GPU_MIX.long_tokens[0]]
+    assert [request for request in beside if request not in longs] == alone
+    assert [request.at_s for request in longs] == [0.5, 4.5, 8.5, 12.5, 16.5, 20.5]
+    assert beside == sorted(beside, key=lambda request: request.at_s)
+    assert 0.5 < len(alone) / (GPU_MIX.short_rate * GPU_MIX.duration_s) < 1.5
+
+
+def record(ttft_s: float, error: str | None = None) -> RequestRecord:
+    made = RequestRecord(PlannedRequest(1.0, 8, 2), error=error)
+    made.event_times_s.append(1.0 + ttft_s)
+    return made
+
+
+def test_a_phase_counts_what_failed_and_times_what_did_not() -> None:
+    phase = phase_of([record(0.1), record(0.3), record(9.0, "disconnected")], [record(2.0), record(8.0, "timeout")])
+    assert phase.short_ttft.count == 2
+    assert phase.short_ttft.percentiles_s["p99"] == pytest.approx(0.298)
+    assert phase.long_ttft is not None and phase.long_ttft.percentiles_s["p50"] == pytest.approx(2.0)
+    assert phase.num_failed == 2
+    with pytest.raises(UnavailableError, match="timeout"):
+        phase_of([record(0.1, "timeout")], [])
+
+
+def test_one_pool_takes_everything_with_the_short_pools_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL", str(EMBEDDED_MODEL))
+    args = one_pool_args(TWO_GPUS)
+    pools = load_config(PoolsConfig, args["pools"])
+    assert (pools.long.engine.max_num_seqs, pools.long.engine.max_model_len, pools.long.num_gpus) == (128, None, 1)
+    assert load_config(RouterConfig, args["router"]).settings.short_max_cost_tokens == 1
