@@ -195,6 +195,7 @@ class Engine:
     def warm_up(self, *, is_complete: bool = False) -> None:
         """Prepare what every step needs at least, or all there is: for an engine whose thread has not started."""
         self._runner.warm_up()
+        self._sampler.warm_up(self._runner.device, self.limits.vocab_size)
         while is_complete and self._runner.capture_next():
             pass
 

@@ -50,7 +50,7 @@ class StepGraphs:
     ) -> None:
         """cache: [num_layers, num_blocks, block_size, cache_dim] on a CUDA device."""
         self._model, self._cache = model, cache
-        self.max_step_tokens = min(max_batched_tokens, max_model_len)
+        self.max_step_tokens, self.max_model_len = min(max_batched_tokens, max_model_len), max_model_len
         self._decodes = tuple(StepShape.of_decodes(size) for size in batch_sizes(max_num_seqs))
         self._prompts = prompt_shapes(max_num_seqs, max_batched_tokens, num_parts=model.ranks.expert.size)
         shapes = self._decodes + self._prompts

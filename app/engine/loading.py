@@ -70,11 +70,8 @@ def load_model(source: ModelSource, config: EngineConfig, place: RankPlace | Non
     model_config = ModelConfig.from_folder(source.folder)
     shard, ranks = Shard(), Ranks.alone()
     if place is not None:
-        if config.batch_invariant and device.type == "cuda" and place.tensor > 2:
-            problem = (
-                "NCCL adds three ranks or more up in an order that depends on the size; parallel.tensor: 2 at most"
-            )
-            raise ConfigError(f"engine.batch_invariant: {problem}", field="engine.batch_invariant")
+        if config.batch_invariant and device.type == "cuda":
+            _check_order_of_sums(place, dtype, model_config)
         shard = Shard.of(model_config, place.rank, place.tensor, place.expert, place.expert_placement)
         ranks = Ranks.join(place, device)
     if source.weights == "random":
@@ -88,6 +85,16 @@ def load_model(source: ModelSource, config: EngineConfig, place: RankPlace | Non
         model_config, weights, device=device, dtype=dtype, backend=config.kernel_backend, ranks=ranks,
         absorbed_prefill=is_invariant,
     )  # fmt: skip
+
+
+def _check_order_of_sums(place: RankPlace, dtype: torch.dtype, model: ModelConfig) -> None:
+    """Raises ConfigError where a row's bits would depend on how many others NCCL sums up with it."""
+    if place.tensor > 2 and (dtype != torch.float32 or model.is_fp8):
+        problem = (
+            "NCCL adds three ranks or more up in an order that depends on the size, and only float32 models without FP8 "
+            "experts are summed in fp64; parallel.tensor: 2 at most"
+        )
+        raise ConfigError(f"engine.batch_invariant: {problem}", field="engine.batch_invariant")
 
 
 def prepare_kernels(config: EngineConfig) -> None:

@@ -20,6 +20,7 @@ from kernels.checks import padded_rows
 
 Words = npt.NDArray[np.int32]
 NUM_HEADER_WORDS = 4
+LONG_CHUNK = 1024  # at the end of the longest context: enough of it to fill a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +103,27 @@ class StepPlan:
         return cls(counts, context_lens, token_ids, tables.reshape(num_seqs, width), bool(is_ahead))
 
 
-def warm_up_plan(num_tokens: int, block_size: int) -> StepPlan:
-    """A decode and a prompt, so many tokens together and two at least, all in block 0, which nobody reads yet."""
-    counts = np.array([1, max(1, num_tokens - 1)], dtype=np.int32)
+def warm_up_plans(max_tokens: int, max_context: int, block_size: int) -> list[StepPlan]:
+    """Decodes and prompts of every size that kernels tell apart, up to `max_tokens` together, the largest first, which
+    also attends to `max_context` tokens; all in block 0, which nobody reads yet.
+    """
+    chunk = max(1, min(max_tokens - 1, LONG_CHUNK))
+    counts = [1, chunk] + ([max_tokens - 1 - chunk] if max_tokens - 1 > chunk else [])
+    plans = [_warm_up_plan(counts, [1, max(max_context, chunk), *counts[2:]], block_size)]
+    num_decodes, num_tokens = 1, 8
+    while num_tokens < max_tokens:
+        counts = [1] * num_decodes + [num_tokens - num_decodes]
+        plans.append(_warm_up_plan(counts, counts, block_size))
+        num_decodes, num_tokens = 2 * num_decodes, 4 * num_tokens
+    return plans
+
+
+def _warm_up_plan(num_new_tokens: list[int], context_lens: list[int], block_size: int) -> StepPlan:
     return StepPlan(
-        num_new_tokens=counts,
-        context_lens=counts,
-        token_ids=np.zeros(counts.sum(), dtype=np.int32),
-        block_tables=np.zeros((2, -(-int(counts[1]) // block_size)), dtype=np.int32),
+        num_new_tokens=np.array(num_new_tokens, dtype=np.int32),
+        context_lens=np.array(context_lens, dtype=np.int32),
+        token_ids=np.zeros(sum(num_new_tokens), dtype=np.int32),
+        block_tables=np.zeros((len(context_lens), -(-max(context_lens) // block_size)), dtype=np.int32),
         is_ahead=False,
     )
 

@@ -11,7 +11,7 @@ from app.engine.batch import Batch
 from app.engine.channel import Channel, Kind
 from app.engine.expert_counts import ExpertCounts
 from app.engine.graphs import StepGraphs
-from app.engine.plan import StepPlan, put_sampled, to_model_input, warm_up_plan
+from app.engine.plan import StepPlan, put_sampled, to_model_input, warm_up_plans
 from app.errors import RankLostError
 from app.model.transformer import Transformer
 
@@ -27,6 +27,10 @@ class Runner:
         self._channel = Channel(model.ranks)
         self.expert_counts = ExpertCounts(model.expert_layers, model.expert_counts)
         self.weight_bytes_read = model.weight_bytes_read
+
+    @property
+    def device(self) -> torch.device:
+        return self._cache.device
 
     @property
     def num_blocks(self) -> int:
@@ -47,7 +51,7 @@ class Runner:
         self._channel.keep_alive()
 
     def warm_up(self) -> None:
-        """On CUDA, run every kind of step once at its largest: its kernels are compiled and its memory set aside."""
+        """On CUDA, run every kind of step once: its kernels are compiled and the memory of the largest set aside."""
         if self._graphs is not None:
             self._channel.send(Kind.WARM_UP)
             self._warm_up(self._graphs)
@@ -111,7 +115,8 @@ class Runner:
 
     def _warm_up(self, graphs: StepGraphs) -> None:
         graphs.capture_largest()
-        self._eager(warm_up_plan(graphs.max_step_tokens, self._cache.shape[2]), None)
+        for plan in warm_up_plans(graphs.max_step_tokens, graphs.max_model_len, self._cache.shape[2]):
+            self._eager(plan, None)
 
     def _run(self, plan: StepPlan, previous_token_ids: torch.Tensor | None) -> torch.Tensor:
         logits = self._graphs.forward(plan, previous_token_ids) if self._graphs else None

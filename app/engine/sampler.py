@@ -63,6 +63,13 @@ class Sampler:
         self._backend = backend
         self._timeout_s = timeout_s
 
+    def warm_up(self, device: torch.device, vocab_size: int) -> None:
+        """Draw a token, so that the first request that wants one drawn does not wait for the compiler."""
+        ones = torch.ones(1, device=device)
+        zeros = torch.zeros(1, dtype=torch.int64, device=device)
+        logits = torch.zeros(1, vocab_size, device=device)
+        sample(logits, ones, zeros.int(), ones, ones, zeros, zeros, backend=self._backend)
+
     def launch(self, logits: torch.Tensor, sequences: Seq[Sequence], *, num_ahead: int = 0) -> PendingSample:
         """Choose one token per sequence from its row of `logits` [num_sequences, vocab] fp32 (left unchanged).
 

@@ -343,9 +343,11 @@ class Scheduler:
         seq.num_published_blocks = 0
 
     def reset(self) -> None:
-        """Forget cached prefixes and counts."""
+        """Forget cached prefixes, counts and how long steps took, as if just started."""
         self.pool.clear_cached()
         self.stats = StatsRecorder()
+        self._pacer = PrefillPacer(self.limits.max_batched_tokens, self.limits.max_step_s)
+        self._shared_s = -math.inf
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if blocks, tables and queues disagree. Tests call it after every step."""

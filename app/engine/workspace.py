@@ -24,6 +24,8 @@ def workspace_bytes(model: ModelConfig, limits: Limits, bytes_per_value: int) ->
     row_bytes = (attention + mlp) * bytes_per_value
     if invariance.is_required():  # every row's segments are kept until they are merged
         row_bytes += 4 * MAX_SEGMENTS * heads * model.kv_lora_rank
+        if bytes_per_value == 4:  # results and sums in fp64
+            row_bytes *= 2
     key_bytes = (heads * (model.qk_nope_head_dim + model.v_head_dim) + model.cache_dim) * bytes_per_value
     shapes = prompt_shapes(limits.max_num_seqs, limits.max_batched_tokens)
     num_logit_rows = sum(batch_sizes(limits.max_num_seqs)) + sum(shape.num_seqs for shape in shapes)

@@ -1,12 +1,14 @@
-"""Device memory over many steps, and beside a cache that is full."""
+"""Device memory over many steps and beside a full cache; what the first requests wait for."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import triton
 
 from app.bench.random_engine import random_engine, shape_config
 from app.config import EngineConfig, ModelSource
@@ -53,6 +55,39 @@ def engine_in_little_memory() -> Iterator[Engine]:
     config = EngineConfig(max_num_seqs=128, max_batched_tokens=8192, max_chunk_tokens=8192, prefix_caching=False)
     yield random_engine(shape_config("deepseek-v2-lite"), config)
     del ballast
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """The kernels that are compiled, or loaded from disk, from here on."""
+    names: list[str] = []
+
+    def note(**about: Any) -> None:
+        names.append(about["repr"])
+
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_post_compile_hook = note
+        yield names
+
+
+def test_after_the_warm_up_no_step_waits_for_a_compiler_or_for_memory(
+    engine_in_little_memory: Engine, compiled: list[str]
+) -> None:
+    engine = engine_in_little_memory
+    engine.warm_up(is_complete=True)
+    assert compiled  # the hook works
+    compiled.clear()
+    before = torch.cuda.memory_stats()
+    prompts = ((5, 40), (300, 30), (1, 30), (1500, 25), (700, 20), (20_000, 10), (3, 20), (60_000, 4), (4000, 4))
+    for index, (length, max_tokens) in enumerate(prompts):
+        engine.add(request(f"r{index}", length, max_tokens, engine.limits.vocab_size))
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert compiled == []
+    after = torch.cuda.memory_stats()
+    assert after["num_alloc_retries"] == before["num_alloc_retries"]
+    assert after["num_device_alloc"] == before["num_device_alloc"]
 
 
 def test_a_full_cache_leaves_room_for_the_largest_steps(engine_in_little_memory: Engine) -> None:

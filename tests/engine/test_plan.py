@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from app.engine.batch import Batch
-from app.engine.plan import StepPlan, to_model_input, warm_up_plan
+from app.engine.plan import LONG_CHUNK, StepPlan, to_model_input, warm_up_plans
 from app.engine.sequence import Sequence
 from app.protocol import GenerateRequest, SamplingParams
 from kernels.checks import ROW_TILE
@@ -91,9 +91,20 @@ def test_the_parts_of_a_step_are_the_whole_step(num_parts: int) -> None:
     assert logit_rows.tolist() == whole.logit_rows.tolist()
 
 
-def test_the_warm_up_step_is_one_that_the_model_can_run() -> None:
-    plan = warm_up_plan(200, 64)
-    assert (plan.num_decodes, len(plan.token_ids)) == (1, 200)
-    inputs = to_model_input(plan, 64, torch.device("cpu"))
-    assert inputs.slots[:200].max() < 64 and inputs.positions.max() == 198
-    assert len(warm_up_plan(1, 64).token_ids) == 2
+def test_warm_up_steps_are_ones_that_the_model_can_run() -> None:
+    plans = warm_up_plans(3000, 5000, 64)
+    assert [len(plan.token_ids) for plan in plans] == [3000, 8, 32, 128, 512, 2048]
+    assert [plan.num_decodes for plan in plans] == [1, 1, 2, 4, 8, 16]
+    assert plans[0].context_lens.tolist() == [1, 5000, 3000 - LONG_CHUNK - 1]
+    for plan in plans:
+        inputs = to_model_input(plan, 64, torch.device("cpu"))
+        assert inputs.slots.max() < 64 and inputs.positions.max() == plan.context_lens.max() - 1
+
+
+def test_the_first_warm_up_step_reaches_both_limits_however_small() -> None:
+    for max_tokens, max_context in ((1, 1), (5, 4), (200, 4096), (1025, 1025), (1026, 1026), (4096, 2048)):
+        plan, *_ = warm_up_plans(max_tokens, max_context, 64)
+        assert len(plan.token_ids) == max(2, max_tokens)
+        assert plan.context_lens.max() >= max_context
+        assert (plan.context_lens >= plan.num_new_tokens).all()
+        to_model_input(plan, 64, torch.device("cpu"))
