@@ -111,13 +111,14 @@ def sort_pairs(ids: torch.Tensor, num_experts: int, block: int, counts: torch.Te
 
 
 def sum_parts(parts: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """parts [N * k, D], one row for each of ids [N, k] -> [N, D]."""
+    """parts [N * k, D], one row for each of ids [N, k] -> [N, D]; in fp32, or in fp64 if the parts are."""
     (num_tokens, top_k), dim = ids.shape, parts.shape[1]
     out = torch.empty(num_tokens, dim, dtype=parts.dtype, device=parts.device)
     block = min(1024, triton.next_power_of_2(dim))
     _sum_kernel[(num_tokens, triton.cdiv(dim, block))](
-        parts, ids, out, E=num_experts, D=dim, TOP_K=top_k, BLOCK_D=block, **dependent_launch(parts.device)
-    )
+        parts, ids, out, E=num_experts, D=dim, TOP_K=top_k, BLOCK_D=block, IS_WIDE=parts.dtype == torch.float64,
+        **dependent_launch(parts.device),
+    )  # fmt: skip
     return out
 
 
@@ -180,16 +181,18 @@ def tile_of(pid, num_blocks, num_columns: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def _sum_kernel(
     parts_ptr, ids_ptr, out_ptr,
-    E: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_D: tl.constexpr, IS_WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[n] = sum_j parts[n, j] in the order of j, leaving out pairs without an expert."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_D], tl.float32)
+    SUM: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
+    total = tl.zeros([BLOCK_D], SUM)
     wait_for_previous(PDL)
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
         expert = tl.load(ids_ptr + pair)
         if expert >= 0 and expert < E:
-            total += tl.load(parts_ptr + pair * D + n, mask=n < D, other=0.0).to(tl.float32)
+            total += tl.load(parts_ptr + pair * D + n, mask=n < D, other=0.0).to(SUM)
     tl.store(out_ptr + token * D + n, total.to(out_ptr.dtype.element_ty), mask=n < D)

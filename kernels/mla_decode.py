@@ -6,13 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import mla_decode_hopper, tuning
+from kernels import invariance, mla_decode_hopper, tuning
 from kernels.checks import Backend, check_contiguous, check_dtype, check_last_dim_contiguous, check_shape, use_triton
 from kernels.dependent_launch import dependent_launch, wait_for_previous
 from kernels.fp8_entry import Fp8Entry
 from kernels.mla_decode_cpu import CpuDecodePlan, decode_cpu, plan_cpu
 from kernels.mla_decode_merge import merge
 from kernels.mla_decode_plan import (
+    MIN_HEADS,
     MIN_SEGMENT_TILES,
     PLAN_TILE,
     TritonDecodePlan,
@@ -154,12 +155,14 @@ def _decode_triton(
     num_entries = plan.num_programs if plan.num_segments else 2 * plan.num_programs
     partial = torch.empty(num_entries, num_heads, value_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(num_entries, num_heads, dtype=torch.float32, device=q.device)
-    heads = heads_per_program(num_heads)
+    # Under invariance fp32 heads are computed alike, however many of a layer's heads there are on this rank.
+    tuned_heads = MIN_HEADS if invariance.is_wide(q.dtype) else num_heads
+    heads = heads_per_program(tuned_heads)
     results = (out, partial, partial_lse)
     if mla_decode_hopper.supports(q, cache, value_dim):
         mla_decode_hopper.launch(q, cache, block_tables, plan, results, scale * _LOG2_E, heads)
     else:
-        launch = tuning.find("mla_decode", q.device, bits=8 * q.element_size(), num_heads=num_heads)
+        launch = tuning.find("mla_decode", q.device, bits=8 * q.element_size(), num_heads=tuned_heads)
         parts = (cache, cache[..., value_dim:], cache) if entry is None else entry.views(cache)
         _decode_kernel[(plan.num_programs * triton.cdiv(num_heads, heads),)](
             q, *parts, block_tables, *plan.work, *results, scale * _LOG2_E,

@@ -12,6 +12,7 @@ from kernels import invariance
 from kernels.dependent_launch import dependent_launch, wait_for_previous
 
 PLAN_TILE = 64  # keys: work is dealt out in tiles of this many
+MIN_HEADS, MAX_HEADS = 16, 64  # that share a program's keys
 MAX_SEGMENTS, MIN_SEGMENT_TILES = 8, 16  # of a row that is split by its own length alone
 
 
@@ -43,7 +44,7 @@ class TritonDecodePlan:
 
 
 def heads_per_program(num_heads: int) -> int:
-    return min(64, max(16, 1 << (num_heads - 1).bit_length()))
+    return min(MAX_HEADS, max(MIN_HEADS, 1 << (num_heads - 1).bit_length()))
 
 
 def _num_programs(device: torch.device, num_heads: int) -> int:

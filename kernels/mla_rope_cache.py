@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import native
+from kernels import invariance, native
 from kernels.checks import (
     Backend,
     check_contiguous,
@@ -78,7 +78,7 @@ def _cpu_rope_cache(
 @triton.jit
 def _rotate_rows(
     in_rows, out_rows, is_row, cos_ptr, sin_ptr, factor,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """out = the rotated rows times `factor`, a power of two; in_rows and out_rows: a pointer per row."""
     pair = tl.arange(0, BLOCK_HALF)
@@ -87,8 +87,8 @@ def _rotate_rows(
     first_at = (pair * 2 if INTERLEAVED else pair)[None, :]
     second_at = (pair * 2 + 1 if INTERLEAVED else pair + HALF)[None, :]
     mask = is_row[:, None] & (pair < HALF)[None, :]
-    first = tl.load(in_rows[:, None] + first_at, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(in_rows[:, None] + second_at, mask=mask, other=0.0).to(tl.float32)
+    first = tl.load(in_rows[:, None] + first_at, mask=mask, other=0.0).to(SUM)
+    second = tl.load(in_rows[:, None] + second_at, mask=mask, other=0.0).to(SUM)
     first, second = (first * cos - second * sin) * factor, (second * cos + first * sin) * factor
     tl.store(out_rows[:, None] + first_at, first.to(out_rows.dtype.element_ty), mask=mask)
     tl.store(out_rows[:, None] + second_at, second.to(out_rows.dtype.element_ty), mask=mask)
@@ -100,14 +100,15 @@ def _mla_rope_cache_kernel(
     q_token_stride, q_head_stride, kv_stride, latent_stride, rope_stride, scale_stride, eps,
     H: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FP8: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, IS_WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (n, 0) write token n's cache entry; programs (n, g) rotate group g - 1 of its query heads."""
+    SUM: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
     n = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     columns = tl.arange(0, BLOCK_R)
     mask = columns < R
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(SUM)
     wait_for_previous(PDL)
     position = tl.load(positions_ptr + n)
     cos_ptr = cos_sin_ptr + position * P
@@ -116,9 +117,9 @@ def _mla_rope_cache_kernel(
         slot = tl.load(slots_ptr + n)
         if slot >= 0:
             kv_row = kv_ptr + n * kv_stride
-            latent = tl.load(kv_row + columns, mask=mask, other=0.0).to(tl.float32)
+            latent = tl.load(kv_row + columns, mask=mask, other=0.0).to(SUM)
             scale = 1.0 / tl.sqrt(tl.sum(latent * latent, axis=0) / R + eps)
-            latent = latent * scale * weight
+            latent = (latent * scale * weight).to(tl.float32)
             inverse = 1.0
             if FP8:
                 entry_scale, inverse = scale_of(tl.max(tl.abs(latent), axis=0), -6)
@@ -129,12 +130,12 @@ def _mla_rope_cache_kernel(
             one = tl.arange(0, 1)
             rope = rope_ptr + slot * rope_stride + one
             _rotate_rows(
-                kv_row + R + one, rope, one == 0, cos_ptr, sin_ptr, inverse, P // 2, BLOCK_HALF, INTERLEAVED
+                kv_row + R + one, rope, one == 0, cos_ptr, sin_ptr, inverse, P // 2, BLOCK_HALF, INTERLEAVED, SUM
             )  # fmt: skip
     else:
         head = (group - 1) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
         rows = q_ptr + n * q_token_stride + head * q_head_stride + NOPE
-        _rotate_rows(rows, rows, head < H, cos_ptr, sin_ptr, 1.0, P // 2, BLOCK_HALF, INTERLEAVED)
+        _rotate_rows(rows, rows, head < H, cos_ptr, sin_ptr, 1.0, P // 2, BLOCK_HALF, INTERLEAVED, SUM)
 
 
 def _check(
@@ -186,7 +187,8 @@ def mla_rope_cache(
         slots:       [N] int64 = block_id * block_size + offset; -1 is not written. Distinct, apart from -1
         cache:       [num_blocks, block_size, R + P], changed in place; or FP8 entries (fp8_entry.py), uint8
     Raises:  ValueError on shape, dtype or stride
-    Accuracy: fp32 arithmetic, one rounding to the output dtype; an FP8 latent's relative error is below 2^-4
+    Accuracy: fp32 arithmetic, or fp64 of fp32 rows under `invariance`, one rounding to the output dtype; an FP8
+        latent's relative error is below 2^-4
     Source:  DeepSeek-V2, section 2.1, https://arxiv.org/abs/2405.04434
     """
     _check(q, kv, norm_weight, cos_sin, positions, slots, cache)
@@ -206,6 +208,6 @@ def mla_rope_cache(
         q.stride(0), q.stride(1), kv.stride(0), latents.stride(1), ropes.stride(1), scales.stride(1), eps,
         H=num_heads, NOPE=head_dim - rope_dim, R=rank, P=rope_dim,
         BLOCK_R=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(rope_dim // 2),
-        HEADS_PER_PROGRAM=heads_per_program, INTERLEAVED=interleaved, FP8=is_fp8, num_warps=1,
-        **dependent_launch(q.device),
+        HEADS_PER_PROGRAM=heads_per_program, INTERLEAVED=interleaved, FP8=is_fp8,
+        IS_WIDE=invariance.is_wide(q.dtype), num_warps=1, **dependent_launch(q.device),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import native
+from kernels import invariance, native
 from kernels.checks import Backend, check_contiguous, check_dtype, check_last_dim_contiguous, check_shape, use_triton
 from kernels.dependent_launch import dependent_launch, wait_for_previous
 
@@ -30,35 +30,36 @@ def add_rms_norm_reference(
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr,
     x_stride, residual_stride, out_stride, eps,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr, IS_WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    SUM: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     mask = columns < D
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(SUM)
     wait_for_previous(PDL)
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(SUM)
     if ADD:
         residual_ptrs = residual_ptr + row * residual_stride + columns
-        x += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(residual_ptrs, mask=mask, other=0.0).to(SUM)
         stored = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptrs, stored, mask=mask)
-        x = stored.to(tl.float32)
+        x = stored.to(SUM)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + eps)
     tl.store(out_ptr + row * out_stride + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    target = x if residual is None else residual
+    out = torch.empty(x.shape, dtype=target.dtype, device=x.device)
     num_rows, dim = x.shape
     if num_rows == 0:
         return out
     block = triton.next_power_of_2(dim)
-    target = x if residual is None else residual
     _rms_norm_kernel[(num_rows,)](
         x, target, weight, out, x.stride(0), target.stride(0), out.stride(0), eps,
-        D=dim, BLOCK_D=block, ADD=residual is not None, num_warps=min(max(block // 512, 1), 8),
-        **dependent_launch(x.device),
+        D=dim, BLOCK_D=block, ADD=residual is not None, IS_WIDE=invariance.is_wide(target.dtype),
+        num_warps=min(max(block // 512, 1), 8), **dependent_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -87,7 +88,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: Back
         x:      [N, D] fp32, bf16 or fp16; rows may be strided, the last dimension is contiguous
         weight: [D]
         eps:    added to the mean square
-    Returns: [N, D] in x's dtype, contiguous, freshly allocated; fp32 arithmetic. A row does not depend on the others.
+    Returns: [N, D] in x's dtype, contiguous, freshly allocated; fp32 arithmetic, or fp64 of fp32 rows under
+        `invariance`. A row does not depend on the others.
     Raises:  ValueError on shape or stride
     Accuracy: one rounding to the output dtype against rms_norm_reference
     Source:  Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467
@@ -116,7 +118,8 @@ def add_rms_norm(
     check_shape("residual", residual, (x.shape[0], x.shape[1]))
     check_last_dim_contiguous("residual", residual)
     is_native = not use_triton(x, backend) and native.can_run(residual) and native.can_run(weight)
-    if x.dtype == torch.float64 and not is_native:
+    takes_double = is_native or (use_triton(x, backend) and invariance.is_wide(residual.dtype))
+    if x.dtype == torch.float64 and not takes_double:
         x = x.to(residual.dtype)
     if x.dtype != torch.float64:
         check_dtype("residual", residual, x.dtype)

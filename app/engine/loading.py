@@ -91,8 +91,8 @@ def _check_order_of_sums(place: RankPlace, dtype: torch.dtype, model: ModelConfi
     """Raises ConfigError where a row's bits would depend on how many others NCCL sums up with it."""
     if place.tensor > 2 and (dtype != torch.float32 or model.is_fp8):
         problem = (
-            "NCCL adds three ranks or more up in an order that depends on the size, and only float32 models without FP8 "
-            "experts are summed in fp64; parallel.tensor: 2 at most"
+            "NCCL adds three ranks or more up in an order that depends on the size, and only float32 models "
+            "without FP8 experts are summed in fp64; parallel.tensor: 2 at most"
         )
         raise ConfigError(f"engine.batch_invariant: {problem}", field="engine.batch_invariant")
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from app.model.config import ModelConfig, RopeConfig, YarnConfig
-from kernels import native, native_products
+from kernels import invariance, native, native_products
+from kernels.checks import Backend, use_triton
 from kernels.row_linear import linear_rows
 
 
@@ -19,24 +20,28 @@ class Linear:
     """x W^T + b. On CPU in fp32 the weight lies packed: with few rows a product is bound by how fast the weight
     streams in, and a row keeps its bits whatever other rows there are.
 
-    piece_ends: for inputs that ranks split, see sharding.piece_ends. On CPU in fp32 the result then is fp64, so that
-    the sum over the ranks has the bits that one rank gives.
+    piece_ends: for inputs that ranks split, see sharding.piece_ends. In fp32 on a CPU, and under `invariance`, the
+    result then is fp64, so that the sum over the ranks has the bits that one rank gives.
     """
 
-    __slots__ = ("_bias", "_num_outputs", "_piece_ends", "_weight")
+    __slots__ = ("_backend", "_bias", "_num_outputs", "_piece_ends", "_weight")
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, piece_ends: Sequence[int] | None = None
-    ) -> None:
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, piece_ends: Sequence[int] | None = None,
+        backend: Backend | None = None,
+    ) -> None:  # fmt: skip
         """weight: [out, in]; bias: [out]."""
-        self._bias, self._num_outputs = bias, weight.shape[0]
+        self._bias, self._num_outputs, self._backend = bias, weight.shape[0], backend
         self._piece_ends = None if piece_ends is None else np.array(piece_ends, np.int64)
-        self._weight = native_products.pack(weight) if native.can_run(weight) else weight
+        is_packed = native.can_run(weight) and not use_triton(weight, backend)
+        self._weight = native_products.pack(weight) if is_packed else weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in], rows may be strided -> [N, out]."""
         if isinstance(self._weight, torch.Tensor):
-            return linear_rows(x, self._weight, self._bias) if x.is_cuda else F.linear(x, self._weight, self._bias)
+            is_double = self._piece_ends is not None and invariance.is_wide(x.dtype)
+            out_dtype = torch.float64 if is_double else None
+            return linear_rows(x, self._weight, self._bias, out_dtype=out_dtype, backend=self._backend)
         y = native_products.linear(x, self._weight, self._num_outputs, self._piece_ends)
         return y if self._bias is None else y.add_(self._bias)
 
@@ -54,7 +59,13 @@ class GatedMlp:
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SiLU of the first half of each row times the second: [N, 2I] -> [N, I]."""
+    """SiLU of the first half of each row times the second: [N, 2I] -> [N, I].
+
+    Under `invariance` fp32 values are rounded once, as in fused_experts.
+    """
+    if invariance.is_wide(gate_up.dtype):
+        gate, up = gate_up.double().chunk(2, dim=-1)
+        return torch.exp(-gate).add_(1.0).reciprocal_().mul_(gate).mul_(up).to(gate_up.dtype)
     if native.can_run(gate_up):
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
         native_products.silu_and_mul(gate_up.numpy(), out.numpy())

@@ -33,7 +33,7 @@ class Experts:
     ) -> torch.Tensor:
         """x [N, D], ids [N, k] int32, -1 for none, weights [N, k] fp32 -> [N, D]; see fused_experts.
 
-        Of packed experts the result is fp64: sums that do not depend on which rank adds what.
+        Of packed experts, and in fp32 under `invariance`, it is fp64: sums that do not depend on which rank adds what.
         """
         if isinstance(self._weights, CpuExperts):
             if counts is not None:
@@ -71,7 +71,7 @@ class Router:
 
     def __init__(self, weights: MoeWeights, backend: Backend | None) -> None:
         self._config, self._bias, self._backend = weights.config, weights.bias, backend
-        self._router = Linear(weights.router)
+        self._router = Linear(weights.router, backend=backend)
         # Products of bf16 numbers are exact in fp32: where the router's weights are bf16 numbers, as published ones
         # are, the tensor cores give its fp32 logits without a conversion.
         narrow = weights.router.to(torch.bfloat16)

@@ -39,7 +39,7 @@ class DecoderLayer:
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, step: AttentionStep, cache: torch.Tensor
     ) -> torch.Tensor:
-        """x [N, D], already normed -> the MLP's output [N, D], not yet added to `residual`; in fp64 on a CPU."""
+        """x [N, D], already normed -> the MLP's output [N, D], not yet added to `residual`; maybe in fp64."""
         x = self._attention.forward(x, step, cache)
         x = add_rms_norm(x, residual, self._post_attention_norm, self._eps, backend=self._backend)
         return self._tensor.all_reduce(self._run_mlp(x, step.inputs))

@@ -166,13 +166,13 @@ class _Assembler:
         lm_head = None
         if config.tie_word_embeddings:
             self._source.flush()
-            lm_head = Linear(embedding) if self._shard.has_head else None
+            lm_head = Linear(embedding, backend=self._backend) if self._shard.has_head else None
         elif not self._shard.has_head:
             self._source.skip("lm_head.weight")
         else:
             weight = torch.zeros_like(embedding)
             self._source.fill("lm_head.weight", weight[: rows.count], (rows, hidden))
-            lm_head = Linear(weight)
+            lm_head = Linear(weight, backend=self._backend)
         return ModelWeights(embedding, self._layers(), norm, lm_head)
 
     def _layers(self) -> tuple[LayerWeights, ...]:
@@ -281,4 +281,4 @@ class _Assembler:
         for name, span in rows.items():
             self._source.fill(name + ".weight", weight[start : start + span.count], (span, columns))
             start += span.count
-        return Linear(weight, bias, piece_ends)
+        return Linear(weight, bias, piece_ends, self._backend)
