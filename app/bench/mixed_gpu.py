@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, takewhile
@@ -31,6 +32,7 @@ class Mix:
 
 GPU_MIX = Mix(short_rate=8.0, short_tokens=(512, 64), long_tokens=(65_536, 16), long_every_s=4.0, duration_s=22.0)
 FIRST_LONG_S = 0.5
+WARM_UP_SEED = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,14 @@ def run_phase(url: str, mix: Mix, seed: int, *, with_longs: bool) -> Phase:
     return phase_of(shorts, longs)
 
 
+def _warm_up(url: str, mix: Mix) -> None:
+    """A long and a few shorts: kernels that only they need are compiled. Raises UnavailableError if one fails."""
+    planned = [PlannedRequest(0.0, *mix.long_tokens), *(PlannedRequest(0.2 * k, *mix.short_tokens) for k in range(5))]
+    records = asyncio.run(run_load(planned, Target(url), seed=WARM_UP_SEED)).records
+    if failed := [record.error for record in records if record.error is not None]:
+        raise UnavailableError(f"a request failed while warming up: {failed[0]}")
+
+
 def phase_of(shorts: list[RequestRecord], longs: list[RequestRecord]) -> Phase:
     answered = [record for record in shorts if record.error is None]
     ttft = Latency.of(record.ttft_s for record in answered)
@@ -93,18 +103,25 @@ def one_pool_args(config: Path) -> dict[str, dict[str, Any]]:
     return {"router": {"settings": settings}, "pools": {"long": {**pool, "engine": engine}}}
 
 
-def mixed_phases(
+def mixed_rounds(
     config: Path, mix: Mix, runs: int, report: Callable[[str], None], *, in_one_pool: bool
 ) -> list[dict[str, Phase]]:
-    """Of each run its phases `alone` and `beside`, on a server of its own."""
-    rounds = []
+    """Of each round its phases `alone` and `beside`; in one pool `beside` only. On a server of its own."""
+    phases = [("beside", True)] if in_one_pool else [("alone", False), ("beside", True)]
+    rounds: list[dict[str, Phase]] = []
     with LocalServer(config, args=one_pool_args(config) if in_one_pool else None) as server:
-        # A long and a few shorts first: kernels that only they need are compiled.
-        run_phase(server.url, Mix(4.0, mix.short_tokens, mix.long_tokens, 60.0, 1.0), 99, with_longs=True)
+        _warm_up(server.url, mix)
         for seed in range(runs):
-            phases = {}
-            for name, with_longs in (("alone", False), ("beside", True)):
-                phases[name] = run_phase(server.url, mix, seed, with_longs=with_longs)
-                report(f"{'one pool' if in_one_pool else 'two pools'}, {name}: {phases[name]}")
-            rounds.append(phases)
+            rounds.append({})
+            for name, with_longs in phases:
+                rounds[-1][name] = run_phase(server.url, mix, seed, with_longs=with_longs)
+                report(f"{'one pool' if in_one_pool else 'two pools'}, {name}: {rounds[-1][name]}")
     return rounds
+
+
+def p99_ratio(beside: list[dict[str, Phase]], alone: list[dict[str, Phase]]) -> float:
+    """Of the shorts' time to first token; the median over the rounds."""
+    return statistics.median(
+        one["beside"].short_ttft.percentiles_s["p99"] / other["alone"].short_ttft.percentiles_s["p99"]
+        for one, other in zip(beside, alone, strict=True)
+    )

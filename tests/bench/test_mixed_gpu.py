@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.bench.client import RequestRecord
-from app.bench.mixed_gpu import GPU_MIX, one_pool_args, phase_of, planned_requests
+from app.bench.mixed_gpu import GPU_MIX, one_pool_args, p99_ratio, phase_of, planned_requests
 from app.bench.traffic import PlannedRequest
 from app.config import EMBEDDED_MODEL, PoolsConfig, RouterConfig, load_config
 from app.errors import UnavailableError
@@ -38,6 +38,12 @@ def test_a_phase_counts_what_failed_and_times_what_did_not() -> None:
     assert phase.num_failed == 2
     with pytest.raises(UnavailableError, match="timeout"):
         phase_of([record(0.1, "timeout")], [])
+
+
+def test_the_ratio_is_the_median_over_the_rounds() -> None:
+    ttfts = [(0.1, 0.12), (0.1, 0.5), (0.2, 0.22)]
+    rounds = [{"alone": phase_of([record(a)], []), "beside": phase_of([record(b)], [])} for a, b in ttfts]
+    assert p99_ratio(rounds, rounds) == pytest.approx(1.2)
 
 
 def test_one_pool_takes_everything_with_the_short_pools_batch(monkeypatch: pytest.MonkeyPatch) -> None:
