@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, takewhile
@@ -33,6 +34,7 @@ class Mix:
 GPU_MIX = Mix(short_rate=8.0, short_tokens=(512, 64), long_tokens=(65_536, 16), long_every_s=4.0, duration_s=22.0)
 FIRST_LONG_S = 0.5
 WARM_UP_SEED = 1_000_000
+SETTLE_S = 5.0  # after the warm-up: idle engines capture what graphs they still lack
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ def _warm_up(url: str, mix: Mix) -> None:
     records = asyncio.run(run_load(planned, Target(url), seed=WARM_UP_SEED)).records
     if failed := [record.error for record in records if record.error is not None]:
         raise UnavailableError(f"a request failed while warming up: {failed[0]}")
+    time.sleep(SETTLE_S)
 
 
 def phase_of(shorts: list[RequestRecord], longs: list[RequestRecord]) -> Phase:
