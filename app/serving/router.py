@@ -6,6 +6,7 @@ body -> openai.py -> tokenizer -> routing.py -> Generation -> body or events
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -78,6 +79,7 @@ class Router:
 
     @asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+        gc.freeze()  # see Replica
         polls = [asyncio.create_task(version.poll_forever()) for version in self._versions.values()]
         try:
             yield
