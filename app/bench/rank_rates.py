@@ -36,6 +36,7 @@ from app.model.sharding import Shard
 from app.model.transformer import Transformer
 from app.model.weights import random_weights
 from app.protocol import GenerateRequest, SamplingParams
+from kernels import invariance
 
 GRID = ((1, 1024), (32, 1024), (128, 1024), (32, 8192), (1, 32768))
 PROMPT_TOKENS = (5, 64, 100, 129, 200, 257, 300, 511)
@@ -43,6 +44,35 @@ NUM_OUTPUTS = 64
 PROFILED_STEPS = 8
 MAX_SPLIT_S, MAX_PROBE_S = 150.0, 75.0  # of one split, and of one with few layers; then it has failed
 CONFIG = EngineConfig(max_num_seqs=128, max_batched_tokens=16384, max_chunk_tokens=8192, cache_blocks=4608)
+# Sums in fp64 take their time: no more than the prompts need.
+INVARIANT_CONFIG = EngineConfig(
+    max_num_seqs=len(PROMPT_TOKENS), max_batched_tokens=1024, max_model_len=1024, cache_blocks=128, batch_invariant=True
+)
+INVARIANT = "invariant-"  # of a kind's dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is compared over all splits."""
+
+    dtype: str
+    num_layers: int | None  # None: all
+    is_invariant: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Kind:
+        """[invariant-]DTYPE[:LAYERS]"""
+        name, _, num_layers = text.partition(":")
+        dtype = name.removeprefix(INVARIANT)
+        return cls(dtype, int(num_layers) if num_layers else None, is_invariant=dtype != name)
+
+    def __str__(self) -> str:
+        layers = f" {self.num_layers} layers" if self.num_layers else ""
+        return f"{INVARIANT if self.is_invariant else ''}{self.dtype}{layers}"
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        return INVARIANT_CONFIG if self.is_invariant else CONFIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +81,14 @@ class Split:
 
     tensor: int
     expert: int
-    dtype: str
-    num_layers: int | None  # None: all
+    kind: Kind
     grid: tuple[tuple[int, int], ...]  # of the rates; empty: parity alone
     reference: Path  # logits of the split 1 x 1, which writes them
     place: RankPlace | None = None
 
     @property
     def name(self) -> str:
-        return f"T={self.tensor} E={self.expert} {self.dtype}" + (
-            f" {self.num_layers} layers" if self.num_layers else ""
-        )
+        return f"T={self.tensor} E={self.expert} {self.kind}"
 
 
 def rank_rates(
@@ -95,7 +122,7 @@ def _run_split(shape: str, split: Split) -> dict[str, Any]:
         ]
         for process in processes:
             process.start()
-        deadline_s = time.monotonic() + (MAX_PROBE_S if split.num_layers else MAX_SPLIT_S)
+        deadline_s = time.monotonic() + (MAX_PROBE_S if split.kind.num_layers else MAX_SPLIT_S)
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline_s:
             if any(process.exitcode for process in processes):  # the others wait for it in vain
                 break
@@ -117,14 +144,14 @@ def _run_process(shape: str, split: Split, answer: str) -> None:
         device = torch.device("cuda", split.place.rank)
         torch.cuda.set_device(device)
     config = shape_config(shape)
-    if split.num_layers:
-        config = replace(config, num_layers=split.num_layers)
+    if split.kind.num_layers:
+        config = replace(config, num_layers=split.kind.num_layers)
     start = time.perf_counter()
     model = _model(config, split, device)
     if split.place.rank:
-        build_runner(model, CONFIG)[0].follow()
+        build_runner(model, split.kind.engine_config)[0].follow()
         os._exit(0)  # without closing what graphs use
-    engine = build_engine(model, CONFIG, version="random")
+    engine = build_engine(model, split.kind.engine_config, version="random")
     result: dict[str, Any] = {"start_s": time.perf_counter() - start}
 
     def keep() -> None:
@@ -132,7 +159,7 @@ def _run_process(shape: str, split: Split, answer: str) -> None:
 
     engine.warm_up()
     result["warm_s"] = time.perf_counter() - start
-    result["parity"] = _parity(engine, split)
+    result["parity"] = _parity(engine, model.expert_counts, split)
     keep()
     if split.grid:
         engine.warm_up(is_complete=True)
@@ -149,23 +176,30 @@ def _run_process(shape: str, split: Split, answer: str) -> None:
 
 
 def _model(config: ModelConfig, split: Split, device: torch.device) -> Transformer:
-    place, dtype = split.place, getattr(torch, split.dtype)
+    place, dtype, is_invariant = split.place, getattr(torch, split.kind.dtype), split.kind.is_invariant
     if place is None:
         raise ValueError("split: no place")
     shard = Shard.of(config, place.rank, place.tensor, place.expert)
+    invariance.require(is_invariant and device.type == "cuda")
     ranks = Ranks.join(place, device)
     weights = random_weights(config, seed=0, dtype=dtype, device=device, shard=shard)
-    return Transformer(config, weights, device=device, dtype=dtype, absorbed_prefill=False, ranks=ranks)
+    return Transformer(config, weights, device=device, dtype=dtype, absorbed_prefill=is_invariant, ranks=ranks)
 
 
-def _parity(engine: Engine, split: Split) -> dict[str, Any]:
-    """The logits of 8 prompts and 64 tokens each: kept by the split 1 x 1, compared with them by the others."""
+def _parity(engine: Engine, choices: torch.Tensor, split: Split) -> dict[str, Any]:
+    """The logits of 8 prompts and 64 tokens each: kept by the split 1 x 1, compared with them by the others.
+
+    choices: [layers, experts], how often each expert was chosen, as the engine counts
+    """
     is_reference = split.tensor == split.expert == 1
     expected = None if is_reference else torch.load(split.reference)
+    engine.reset()  # without what the warm-up chose
     logits = _forced_logits(engine, expected and expected["tokens"])
+    chosen = choices.cpu().clone()
+    engine.reset()
     tokens = {name: [int(row.argmax()) for row in rows] for name, rows in logits.items()}
     if expected is None:
-        torch.save({"tokens": tokens, "logits": logits}, split.reference)
+        torch.save({"tokens": tokens, "logits": logits, "chosen": chosen}, split.reference)
         return {"tokens": sum(map(len, tokens.values()))}
     pairs = [(a, b) for name, rows in expected["logits"].items() for a, b in zip(rows, logits[name], strict=True)]
     same = [x == y for name in tokens for x, y in zip(tokens[name], expected["tokens"][name], strict=True)]
@@ -178,6 +212,8 @@ def _parity(engine: Engine, split: Split) -> dict[str, Any]:
         "max_logit_diff": max(float((a - b).abs().max()) for a, b in pairs),
         "mean_logit_diff": sum(float((a - b).abs().mean()) for a, b in pairs) / len(pairs),
         "greedy_equal": sum(same), "greedy_of": len(same),
+        # Two that went the other way in one layer do not show.
+        "choices_moved_at_least": int((chosen - expected["chosen"]).abs().sum()) / 2, "choices": int(chosen.sum()),
         "mean_kl": float(torch.stack(divergence).mean()), "max_kl": float(torch.stack(divergence).max()),
     }  # fmt: skip
 
@@ -204,7 +240,6 @@ def _forced_logits(engine: Engine, tokens: dict[str, list[int]] | None) -> dict[
     while engine.has_work:
         engine.step()
     sampler.launch = launch  # type: ignore[method-assign]
-    engine.reset()
     return {name: rows[:NUM_OUTPUTS] for name, rows in logits.items()}
 
 
@@ -255,16 +290,12 @@ def _length(spans: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def splits_of(
-    num_gpus: int, folder: Path, kinds: Sequence[tuple[str, int | None]], grid: tuple[tuple[int, int], ...]
-) -> list[Split]:
-    """kinds: dtype and number of layers; rates are measured in bf16 of all layers."""
+def splits_of(num_gpus: int, folder: Path, kinds: Sequence[Kind], grid: tuple[tuple[int, int], ...]) -> list[Split]:
+    """Rates are measured in bf16 of all layers."""
     sizes = [(1, 1), *((t, num_gpus // t) for t in range(num_gpus, 0, -1) if num_gpus % t == 0 and num_gpus > 1)]
     return [
-        Split(
-            t, e, dtype, layers, grid if (dtype, layers) == ("bfloat16", None) else (), folder / f"{dtype}-{layers}.pt"
-        )
-        for (dtype, layers), (t, e) in itertools.product(kinds, sizes)
+        Split(t, e, kind, grid if kind == Kind("bfloat16", None) else (), folder / f"{kind}.pt")
+        for kind, (t, e) in itertools.product(kinds, sizes)
     ]
 
 
@@ -274,14 +305,15 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument(
-        "--kinds", default="float32:3,float32,bfloat16", help="DTYPE[:LAYERS],... (default: %(default)s)"
+        "--kinds",
+        default="float32:3,float32,bfloat16",
+        help="[invariant-]DTYPE[:LAYERS],..., the first under batch_invariant (default: %(default)s)",
     )
     parser.add_argument("--grid", type=grid, default=GRID, metavar="BxC,...", help="batch x context of the rates")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        kinds = [kind.partition(":")[::2] for kind in options.kinds.split(",")]
-        counted = [(dtype, int(layers) if layers else None) for dtype, layers in kinds]
-        splits = splits_of(options.gpus, Path(folder), counted, tuple(options.grid))
+        kinds = [Kind.parse(kind) for kind in options.kinds.split(",")]
+        splits = splits_of(options.gpus, Path(folder), kinds, tuple(options.grid))
         rank_rates(
             options.shape, splits, lambda line: print(line, flush=True),
             lambda results: options.json.write_text(json.dumps(results, indent=1)) and None,
