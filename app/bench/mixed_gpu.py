@@ -72,7 +72,8 @@ def run_phase(url: str, mix: Mix, seed: int, *, with_longs: bool) -> Phase:
     planned = planned_requests(mix, seed, with_longs=with_longs)
     # Other prompts with longs than without: nothing is found cached.
     records = asyncio.run(run_load(planned, Target(url), seed=2 * seed + with_longs)).records
-    shorts, longs = ([r for r in records if (r.planned.prompt_tokens == mix.long_tokens[0]) is kind] for kind in (0, 1))
+    shorts = [record for record in records if record.planned.prompt_tokens == mix.short_tokens[0]]
+    longs = [record for record in records if record.planned.prompt_tokens == mix.long_tokens[0]]
     return phase_of(shorts, longs)
 
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.bench.client import RequestRecord
-from app.bench.mixed_gpu import GPU_MIX, one_pool_args, p99_ratio, phase_of, planned_requests
+from app.bench.mixed_gpu import (
+    GPU_MIX,
+    Mix,
+    Phase,
+    one_pool_args,
+    p99_ratio,
+    phase_of,
+    planned_requests,
+    run_phase,
+)
 from app.bench.traffic import PlannedRequest
 from app.config import EMBEDDED_MODEL, PoolsConfig, RouterConfig, load_config
 from app.errors import UnavailableError
+from tests.bench.sse_server import SseServer, serving
 
 TWO_GPUS = Path(__file__).parents[2] / "serve_configs" / "two-gpus.yaml"
 
@@ -22,6 +34,23 @@ def test_shorts_leave_at_the_same_moments_with_longs_and_without() -> None:
     assert [request.at_s for request in longs] == [0.5, 4.5, 8.5, 12.5, 16.5, 20.5]
     assert beside == sorted(beside, key=lambda request: request.at_s)
     assert 0.5 < len(alone) / (GPU_MIX.short_rate * GPU_MIX.duration_s) < 1.5
+
+
+def test_a_phase_sends_what_is_planned_and_tells_shorts_from_longs() -> None:
+    mix = Mix(short_rate=20.0, short_tokens=(8, 2), long_tokens=(64, 3), long_every_s=0.3, duration_s=1.0)
+
+    async def run() -> tuple[Phase, Phase, list[Any]]:
+        async with serving(SseServer()) as server:
+            alone = await asyncio.to_thread(run_phase, server.url, mix, 0, with_longs=False)
+            beside = await asyncio.to_thread(run_phase, server.url, mix, 0, with_longs=True)
+            return alone, beside, server.bodies
+
+    alone, beside, bodies = asyncio.run(run())
+    assert alone.long_ttft is None and beside.long_ttft is not None
+    assert beside.long_ttft.count == 2  # at 0.5 and 0.8 s
+    assert alone.short_ttft.count == beside.short_ttft.count > 5
+    prompts = [tuple(body["prompt"]) for body in bodies]
+    assert len(set(prompts)) == len(prompts) == 2 * alone.short_ttft.count + 2  # nothing is found cached
 
 
 def record(ttft_s: float, error: str | None = None) -> RequestRecord:
