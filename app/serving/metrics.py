@@ -29,6 +29,7 @@ class MetricSpec:
     label: str | None = None  # the value is a mapping from this label to a number
 
 
+EXPERT_TOKENS = MetricSpec("expert_tokens", "counter", "Tokens routed to each expert, as layer.expert.", label="expert")
 METRICS = (
     MetricSpec("num_requests_running", "gauge", "Sequences in the running batch."),
     MetricSpec("num_requests_waiting", "gauge", "Sequences waiting for their first step."),
@@ -51,7 +52,7 @@ METRICS = (
     MetricSpec("num_preemptions", "counter", "Sequences preempted."),
     MetricSpec("num_steps", "counter", "Engine steps."),
     MetricSpec("request_success", "counter", "Requests that ended, by reason.", label="finished_reason"),
-    MetricSpec("expert_tokens", "counter", "Tokens routed to each expert, as layer.expert.", label="expert"),
+    EXPERT_TOKENS,
     MetricSpec("time_to_first_token_seconds", "histogram", "Arrival at the engine to the first token."),
     MetricSpec("inter_token_latency_seconds", "histogram", "Between consecutive tokens of a sequence."),
     MetricSpec("e2e_request_latency_seconds", "histogram", "Arrival at the engine to the last token."),
@@ -131,6 +132,8 @@ class _Snapshots(Collector):
     def collect(self) -> Iterator[Metric]:
         yield _family(SNAPSHOT_AGE, LABELS, [(replica.labels, replica.age_s) for replica in self._series])
         for spec in METRICS:
+            if spec is EXPERT_TOKENS:
+                continue  # see _expert_text
             yield _family(spec, LABELS, [(one.labels, getattr(one.stats, spec.name)) for one in self._series])
         for spec in ROUTER_METRICS:
             yield _family(spec, ROUTER_LABELS, [(one.labels, getattr(one.traffic, spec.name)) for one in self._routers])
@@ -166,6 +169,22 @@ def render(
     series: Iterable[ReplicaSeries], routers: Iterable[RouterSeries] = (), scaling: Iterable[ScalingSeries] = ()
 ) -> bytes:
     """Prometheus text format, for CONTENT_TYPE_LATEST."""
-    registry = CollectorRegistry()
+    registry, series = CollectorRegistry(), tuple(series)
     registry.register(_Snapshots(series, routers, scaling))
-    return generate_latest(registry)
+    return generate_latest(registry) + _expert_text(series)
+
+
+def _expert_text(series: Iterable[ReplicaSeries]) -> bytes:
+    """The family of EXPERT_TOKENS, written here: the library takes 24 ms for a model with 26 x 64 experts in two pools,
+    in which the router would answer nobody, this 1."""
+    name = f"{PREFIX}{EXPERT_TOKENS.name}_total"
+    lines = [f"# HELP {name} {EXPERT_TOKENS.help}", f"# TYPE {name} counter"]
+    for one in series:
+        model, app, pool, replica = map(_escaped, one.labels)
+        before, after = f'{name}{{app="{app}",expert="', f'",model="{model}",pool="{pool}",replica="{replica}"}} '
+        lines += [f"{before}{expert}{after}{count}.0" for expert, count in one.stats.expert_tokens.items()]
+    return "\n".join((*lines, "")).encode("utf-8")
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

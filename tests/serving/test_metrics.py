@@ -68,6 +68,15 @@ def test_replicas_keep_their_own_series() -> None:
     assert got[key("num_requests_running", pool="long", replica="r2")] == 0
 
 
+def test_experts_are_counted_by_layer_whatever_the_labels_hold() -> None:
+    labels = ('m "x"\\n\n', "pools", "short", "r1")
+    stats = EngineStats(expert_tokens={"1.0": 5, "1.1": 0, "26.63": 10**15})
+    got = samples(ReplicaSeries(labels, 0.0, stats), ReplicaSeries(LABELS, 0.0, EngineStats(expert_tokens={"1.0": 7})))
+    for expert, count in stats.expert_tokens.items():
+        assert got[key("expert_tokens_total", model=labels[0], expert=expert)] == count
+    assert got[key("expert_tokens_total", expert="1.0")] == 7
+
+
 def test_no_replica_still_declares_every_metric() -> None:
     text = render([]).decode()
     for spec in (*METRICS, *ROUTER_METRICS, *SCALING_METRICS):
