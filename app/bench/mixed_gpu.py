@@ -31,7 +31,7 @@ class Mix:
     duration_s: float  # of each phase
 
 
-GPU_MIX = Mix(short_rate=8.0, short_tokens=(512, 64), long_tokens=(65_536, 16), long_every_s=4.0, duration_s=22.0)
+GPU_MIX = Mix(short_rate=8.0, short_tokens=(512, 64), long_tokens=(65_536, 16), long_every_s=4.0, duration_s=20.0)
 FIRST_LONG_S = 0.5
 WARM_UP_SEED = 1_000_000
 SETTLE_S = 5.0  # after the warm-up: idle engines capture what graphs they still lack
