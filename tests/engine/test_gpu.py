@@ -76,7 +76,8 @@ def test_seeded_sampling_on_device_ends_and_stays_in_vocabulary() -> None:
             assert all(0 <= token_id < engine.limits.vocab_size for token_id in chunk.token_ids)
 
 
-def test_batch_invariant_answers_do_not_depend_on_what_runs_beside_them() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_batch_invariant_answers_do_not_depend_on_what_runs_beside_them(dtype: str) -> None:
     """Tokens and the bits of their log-probabilities: all at once, in other chunks, each alone."""
 
     def answers(engine: Engine, lengths: tuple[int, ...]) -> dict[int, list[tuple[int, float]]]:
@@ -92,8 +93,8 @@ def test_batch_invariant_answers_do_not_depend_on_what_runs_beside_them() -> Non
         return found
 
     lengths = (*LENGTHS, 1100)
-    engine = make_engine("cuda", "bfloat16", batch_invariant=True)
+    engine = make_engine("cuda", dtype, batch_invariant=True)
     together = answers(engine, lengths)
     engine.reset()
     assert all(answers(engine, (length,)) == {length: together[length]} for length in lengths)
-    assert answers(make_engine("cuda", "bfloat16", batch_invariant=True, max_chunk_tokens=96), lengths) == together
+    assert answers(make_engine("cuda", dtype, batch_invariant=True, max_chunk_tokens=96), lengths) == together
