@@ -117,9 +117,13 @@ def _randomize_constants(model: PreTrainedModel) -> None:
                 parameter.normal_(0.0, 0.2)
 
 
-def quantize_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """Store a checkpoint's projections in e4m3 with 128 x 128 block scales. Returns its tensors, dequantised."""
+def quantize_checkpoint(folder: Path, *, spread: float = 1.0) -> dict[str, torch.Tensor]:
+    """Store a checkpoint's projections in e4m3 with 128 x 128 block scales. Returns its tensors, dequantised.
+
+    spread: blocks are multiplied by random factors from 1 / spread to spread, so that their scales differ
+    """
     tensors, stored = load_file(folder / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(0)
     for name, tensor in tensors.items():
         if not name.endswith("_proj.weight"):
             stored[name] = tensor
@@ -130,6 +134,7 @@ def quantize_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
                 block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+                tensor[block] *= spread ** (2.0 * torch.rand((), generator=generator) - 1.0)
                 scales[i, j] = tensor[block].abs().max() / 448
                 stored[name][block] = (tensor[block] / scales[i, j]).to(torch.float8_e4m3fn)
                 tensor[block] = stored[name][block].float() * scales[i, j]
