@@ -37,8 +37,8 @@ NUM_OUTPUTS = 24
 # wrong scale of 32 in one of five experts 1.2e-1 and 1.9e-1.
 MAX_MEDIAN_ERROR = 8e-3  # relative, of a row of logits without its mean
 MAX_ERROR = 8e-2
-# The definition in bf16 beside the same checkpoint in exact arithmetic: 1.1e-3, and 0.8e-3 with a bf16 cache. In fp32 it
-# lies as far off, and as far from itself in bf16: this is the noise of e4m3. One wrong scale gives 5e-3.
+# The definition in bf16 beside the same checkpoint in exact arithmetic: 1.1e-3, and 0.8e-3 with a bf16 cache. In fp32
+# it is as far off, and as far from itself in bf16: this is the noise of e4m3. One wrong scale gives 5e-3.
 MAX_MEAN_KL = 2.5e-3  # nats
 
 
