@@ -60,7 +60,7 @@ class EngineConfig(FrozenModel):
     max_num_seqs: PositiveInt = 16  # sequences in one step
     max_batched_tokens: PositiveInt = 2048  # tokens in one step
     max_chunk_tokens: PositiveInt = 512  # prompt tokens one sequence computes in one step
-    # prompts get as many tokens of a step as fit this time while others wait for it; None: 0.2 s on CPU, 0.1 on CUDA
+    # prompts get as many tokens of a step as fit this time while others wait for it; None: 0.2 s on CPU, 0.11 on CUDA
     max_step_s: PositiveFloat | None = None
     max_passed_over_s: PositiveFloat = 30.0  # a request that waited so long goes first, whatever its priority
     cache_blocks: PositiveInt | None = None  # None: cache_memory_bytes decides

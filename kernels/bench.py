@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from kernels.fp8_entry import Fp8Entry
 from kernels.fp8_experts import Fp8Experts, fp8_experts
 from kernels.fused_experts import fused_experts
 from kernels.mla_decode import mla_decode, plan_mla_decode
-from kernels.mla_prefill import mla_prefill
+from kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from kernels.mla_rope_cache import mla_rope_cache
 from kernels.rms_norm import add_rms_norm
 from kernels.sampling import sample
@@ -140,32 +141,46 @@ def _decode_works(shapes: Sequence[tuple[int, int, int]], *, is_fp8: bool) -> It
 
 
 def prefill_works() -> Iterator[Work]:
-    for num_heads, batch, length, prefix in ((16, 1, 4096, 0), (16, 1, 16384, 0), (16, 1, 32768, 0), (16, 32, 1024, 0),
-                                             (16, 1, 2048, 30720), (128, 1, 8192, 0)):  # fmt: skip
-        keys = prefix + length
+    shapes: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = (  # heads; each sequence's new tokens and prefix
+        (16, ((4096, 0),)), (16, ((16384, 0),)), (16, ((32768, 0),)), (16, ((1024, 0),) * 32), (16, ((2048, 30720),)),
+        (16, ((2048, 49152), (512, 0))), (128, ((8192, 0),)),
+    )  # fmt: skip
+    for num_heads, sequences in shapes:
+        num_new = [new for new, _ in sequences]
+        num_keys = [new + prefix for new, prefix in sequences]
         q, kv, k_rope = (
             torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
             for shape in (
-                (batch * length, num_heads, _NOPE_DIM + _ROPE_DIM),
-                (batch * keys, num_heads, _NOPE_DIM + _VALUE_DIM),
-                (batch * keys, _ROPE_DIM),
+                (sum(num_new), num_heads, _NOPE_DIM + _ROPE_DIM),
+                (sum(num_keys), num_heads, _NOPE_DIM + _VALUE_DIM),
+                (sum(num_keys), _ROPE_DIM),
             )
         )
-        query_starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * length
-        key_starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * keys
-        k_nope, v = kv[..., :_NOPE_DIM], kv[..., _NOPE_DIM:]
-
-        def run(q=q, k=k_nope, r=k_rope, v=v, qs=query_starts, ks=key_starts, n=length, m=keys):
-            return mla_prefill(q, k, r, v, qs, ks, 0.1, max_query_len=n, max_key_len=m)
-
-        pairs = length * prefix + length * (length + 1) // 2
-        yield Work(
-            shape=f"{num_heads} heads, {batch} x {length} after {prefix}",
-            run=run,
-            num_bytes=q.nbytes + kv.nbytes + k_rope.nbytes + batch * length * num_heads * _VALUE_DIM * 2,
-            num_operations=2 * batch * pairs * num_heads * (_NOPE_DIM + _ROPE_DIM + _VALUE_DIM),
-            peer=_attention_of_torch(q, k_nope, k_rope, v, batch) if prefix == 0 else None,
+        query_starts, key_starts = (
+            torch.tensor([0, *lens], device="cuda").cumsum(0, dtype=torch.int32) for lens in (num_new, num_keys)
         )
+        plan = plan_mla_prefill(query_starts, key_starts, sum(num_new))
+        k_nope, v = kv[..., :_NOPE_DIM], kv[..., _NOPE_DIM:]
+        sizes = {"max_query_len": max(num_new), "max_key_len": max(num_keys)}
+
+        def run(q=q, k=k_nope, r=k_rope, v=v, qs=query_starts, ks=key_starts, plan=plan, sizes=sizes):
+            return mla_prefill(q, k, r, v, qs, ks, 0.1, plan=plan, **sizes)
+
+        pairs = sum(new * prefix + new * (new + 1) // 2 for new, prefix in sequences)
+        is_plain = len(set(sequences)) == 1 and sequences[0][1] == 0
+        yield Work(
+            shape=f"{num_heads} heads, {_named(sequences)}",
+            run=run,
+            num_bytes=q.nbytes + kv.nbytes + k_rope.nbytes + sum(num_new) * num_heads * _VALUE_DIM * 2,
+            num_operations=2 * pairs * num_heads * (_NOPE_DIM + _ROPE_DIM + _VALUE_DIM),
+            peer=_attention_of_torch(q, k_nope, k_rope, v, len(sequences)) if is_plain else None,
+        )
+
+
+def _named(sequences: Sequence[tuple[int, int]]) -> str:
+    """`32 x 1024 after 0`, several kinds joined by `and`."""
+    counts = Counter(sequences)
+    return " and ".join(f"{count} x {new} after {prefix}" for (new, prefix), count in counts.items())
 
 
 def _attention_of_torch(

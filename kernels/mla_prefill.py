@@ -37,6 +37,16 @@ def mla_prefill_reference(
     return out
 
 
+def plan_mla_prefill(query_starts: torch.Tensor, key_starts: torch.Tensor, num_queries: int) -> torch.Tensor | None:
+    """What mla_prefill derives from these alone: compute it once for all layers that share them.
+
+    num_queries: of q, known to the host
+    """
+    if num_queries == 0 or query_starts.shape[0] < 2 or not mla_prefill_hopper.is_device(query_starts.device):
+        return None
+    return mla_prefill_hopper.plan_tiles(query_starts, key_starts, num_queries)
+
+
 def mla_prefill(
     q: torch.Tensor,
     k_nope: torch.Tensor,
@@ -48,6 +58,7 @@ def mla_prefill(
     *,
     max_query_len: int,
     max_key_len: int,
+    plan: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Attend each sequence's new tokens to all of its tokens, the rope part of the key shared by the heads.
@@ -64,6 +75,7 @@ def mla_prefill(
         query_starts, key_starts: [B + 1] int32
         scale:         applied before the softmax, in fp32
         max_query_len, max_key_len: the longest sequence's, known to the host: they size the launch
+        plan:          of plan_mla_prefill; None: computed here
     Returns: [Nq, H, dv] in q's dtype, freshly allocated; fp32 accumulation
     Raises:  ValueError on shape, dtype or stride
     Invariance: on CPU in fp32 a row's bits do not depend on the other sequences or on how the prompt is cut
@@ -85,7 +97,7 @@ def mla_prefill(
     if min(out.numel(), num_keys, max_query_len, max_key_len) == 0:
         return out
     if mla_prefill_hopper.supports(q, k_nope, k_rope, v):
-        mla_prefill_hopper.launch(q, k_nope, k_rope, v, query_starts, key_starts, scale * _LOG2_E, max_query_len, out)
+        mla_prefill_hopper.launch(q, k_nope, k_rope, v, query_starts, key_starts, scale * _LOG2_E, plan, out)
         return out
     launch = tuning.find("mla_prefill", q.device, bits=8 * q.element_size())
     grid = (triton.cdiv(max_query_len, launch["queries"]), num_heads, query_starts.shape[0] - 1)

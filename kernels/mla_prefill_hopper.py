@@ -27,11 +27,14 @@ _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank
 _bulk_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
+def is_device(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def supports(q: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor) -> bool:
     """The served shapes: nope 128, rope 64, value 128, 16 bits, rows aligned for bulk copies, compute capability 9."""
     return (
-        q.is_cuda
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        is_device(q.device)
         and q.element_size() == 2
         and (k_nope.shape[2], k_rope.shape[1], v.shape[2]) == (_NOPE_DIM, _ROPE_DIM, _VALUE_DIM)
         and min(q.shape[0], k_nope.shape[0]) > 0
@@ -47,15 +50,15 @@ def launch(
     query_starts: torch.Tensor,
     key_starts: torch.Tensor,
     scale: float,
-    max_query_len: int,
+    tiles: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Fill the rows of `out` that belong to a sequence; scale: times log2(e)."""
-    num_heads = q.shape[1]
-    num_sequences = query_starts.shape[0] - 1
-    num_tiles = -(-max_query_len // (2 * _QUERIES))
+    """Fill the rows of `out` that belong to a sequence; scale: times log2(e); tiles: of `plan_tiles`, if they exist."""
+    if tiles is None:
+        tiles = plan_tiles(query_starts, key_starts, q.shape[0])
+    num_heads, num_tiles = q.shape[1], tiles.shape[0]
     num_multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    _prefill_kernel[(min(num_multiprocessors, num_tiles * num_sequences * num_heads),)](
+    _prefill_kernel[(min(num_multiprocessors, num_tiles * num_heads),)](
         _per_head(q, _QUERIES, _NOPE_DIM),
         _per_head(q, _QUERIES, _ROPE_DIM),
         _per_head(k_nope, _KEYS, _NOPE_DIM),
@@ -63,10 +66,10 @@ def launch(
         _per_head(v, _KEYS, _VALUE_DIM),
         query_starts,
         key_starts,
+        tiles,
         out,
         scale,
         num_tiles,
-        num_sequences,
         q.stride(1),
         k_nope.stride(1),
         v.stride(1),
@@ -78,6 +81,25 @@ def launch(
         KEYS=_KEYS,
         num_warps=4,
     )
+
+
+def plan_tiles(query_starts: torch.Tensor, key_starts: torch.Tensor, num_queries: int) -> torch.Tensor:
+    """What the kernel works on, computed on the device: tiles of 2 * _QUERIES queries, those that see most keys first.
+
+    num_queries: at least query_starts[-1]
+    Returns: [num_tiles] int64, keys << 32 | sequence << 16 | tile of it; then zeros. Tiles without a key are left out.
+    """
+    size, num_sequences = 2 * _QUERIES, query_starts.shape[0] - 1
+    num_new, num_keys = query_starts.diff().long(), key_starts.diff().long()
+    counts = (num_new + size - 1) // size
+    ends = counts.cumsum(0)
+    index = torch.arange(num_queries // size + num_sequences, device=query_starts.device)
+    sequence = torch.searchsorted(ends, index, right=True).clamp_max_(num_sequences - 1)
+    tile = index - (ends - counts)[sequence]
+    keys = (num_keys - num_new)[sequence] + (tile + 1) * size
+    keys = keys.minimum(num_keys[sequence]).clamp_min_(0) * (index < ends[-1])
+    packed = torch.where(keys > 0, keys << 32 | sequence << 16 | tile, 0)
+    return packed.sort(descending=True).values
 
 
 def _per_head(tensor: torch.Tensor, num_rows: int, width: int) -> TensorDescriptor:
@@ -117,40 +139,40 @@ def _softmax_step(scores, scale, maximum, denominator, row_end, first_key, is_ma
 def _locate(turn, batch, NUM_HEADS: gl.constexpr, TILE: gl.constexpr, KEYS: gl.constexpr):
     """The program's tile of queries in this turn; num_steps, its key tiles, is 0 if there is none.
 
-    The last tiles of all sequences and heads come first, because they see the most keys, and programs take them in
-    alternating order (0 1 2, 2 1 0, 0 1 2), so that all get the same number of keys.
+    Tiles come in the order of their keys, the most first, and programs take them in alternating order (0 1 2, 2 1 0,
+    0 1 2), so that all get about the same number of keys.
     """
-    query_starts, key_starts, num_tiles, num_sequences = batch
+    query_starts, key_starts, tiles, num_tiles = batch
     num_programs = gl.num_programs(0)
     program = gl.program_id(0)
     work = turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)
-    is_work = work < num_tiles * num_sequences * NUM_HEADS
-    work = gl.where(is_work, work, 0)
+    packed = gl.load(tiles + gl.minimum(work // NUM_HEADS, num_tiles - 1))
+    is_work = (work < num_tiles * NUM_HEADS) & (packed > 0)
     head = work % NUM_HEADS
-    sequence = work // NUM_HEADS % num_sequences
-    first_query = (num_tiles - 1 - work // NUM_HEADS // num_sequences) * TILE
+    sequence = (packed >> 16 & 0xFFFF).to(gl.int32)
+    first_query = (packed & 0xFFFF).to(gl.int32) * TILE
     query_start = gl.load(query_starts + sequence)
     num_queries = gl.load(query_starts + sequence + 1) - query_start
     key_start = gl.load(key_starts + sequence)
     num_keys = gl.load(key_starts + sequence + 1) - key_start
     first_end = num_keys - num_queries + first_query + 1  # keys that the tile's first query sees
     last_end = gl.minimum(num_keys, first_end + TILE - 1)
-    num_steps = gl.where(is_work & (first_query < num_queries), gl.maximum((last_end + KEYS - 1) // KEYS, 0), 0)
+    num_steps = gl.where(is_work, (last_end + KEYS - 1) // KEYS, 0)
     return head, query_start, first_query, num_queries, key_start, num_keys, first_end, num_steps
 
 
 @gluon.jit
 def _num_turns(batch, NUM_HEADS: gl.constexpr):
-    _, _, num_tiles, num_sequences = batch
-    return (num_tiles * num_sequences * NUM_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)
+    _, _, _, num_tiles = batch
+    return (num_tiles * NUM_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)
 
 
 @gluon.jit
-def _produce(sources, head_strides, batch, tiles, barriers, NUM_HEADS: gl.constexpr):
+def _produce(sources, head_strides, batch, buffers, barriers, NUM_HEADS: gl.constexpr):
     """Copy each tile's queries, then its keys and values from the diagonal backwards, as their buffers become free."""
     q_nope_rows, q_rope_rows, k_nope_rows, k_rope_rows, v_rows = sources
     q_head_stride, k_head_stride, v_head_stride = head_strides
-    q_nope, q_rope, k_nope, k_rope, v = tiles
+    q_nope, q_rope, k_nope, k_rope, v = buffers
     q_arrived, q_free, k_arrived, k_free, v_arrived, v_free = barriers
     QUERIES: gl.constexpr = q_nope.shape[1]
     KEYS: gl.constexpr = k_nope.shape[1]
@@ -190,12 +212,12 @@ def _produce(sources, head_strides, batch, tiles, barriers, NUM_HEADS: gl.conste
 
 
 @gluon.jit
-def _consume(half: gl.constexpr, out, scale, batch, tiles, barriers, NUM_HEADS: gl.constexpr):
+def _consume(half: gl.constexpr, out, scale, batch, buffers, barriers, NUM_HEADS: gl.constexpr):
     """Attend the queries of one half of each tile.
 
     In flight together: the scores of a key tile and P V of the one before; then P V and the softmax of those scores.
     """
-    q_nope, q_rope, k_nope, k_rope, v = tiles
+    q_nope, q_rope, k_nope, k_rope, v = buffers
     q_arrived, q_free, k_arrived, k_free, v_arrived, v_free = barriers
     QUERIES: gl.constexpr = q_nope.shape[1]
     KEYS: gl.constexpr = k_nope.shape[1]
@@ -284,7 +306,7 @@ def _consume(half: gl.constexpr, out, scale, batch, tiles, barriers, NUM_HEADS: 
             gl.store(out + target[:, None] + column[None, :], result.to(dtype), mask=(query < num_queries)[:, None])
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_sequences"])
+@gluon.jit(do_not_specialize=["num_tiles"])
 def _prefill_kernel(
     q_nope_rows,
     q_rope_rows,
@@ -293,10 +315,10 @@ def _prefill_kernel(
     v_rows,
     query_starts,
     key_starts,
+    tiles,
     out,
     scale,
     num_tiles,
-    num_sequences,
     q_head_stride,
     k_head_stride,
     v_head_stride,
@@ -329,16 +351,16 @@ def _prefill_kernel(
         mbarrier.init(v_arrived.index(i), count=1)
         mbarrier.init(v_free.index(i), count=2)
     fence_async_shared()
-    batch = (query_starts, key_starts, num_tiles, num_sequences)
-    tiles = (q_nope, q_rope, k_nope, k_rope, v)
+    batch = (query_starts, key_starts, tiles, num_tiles)
+    buffers = (q_nope, q_rope, k_nope, k_rope, v)
     barriers = (q_arrived, q_free, k_arrived, k_free, v_arrived, v_free)
     sources = (q_nope_rows, q_rope_rows, k_nope_rows, k_rope_rows, v_rows)
     head_strides = (q_head_stride, k_head_stride, v_head_stride)
     gl.warp_specialize(
         [
-            (_consume, (0, out, scale, batch, tiles, barriers, NUM_HEADS)),
-            (_consume, (1, out, scale, batch, tiles, barriers, NUM_HEADS)),
-            (_produce, (sources, head_strides, batch, tiles, barriers, NUM_HEADS)),
+            (_consume, (0, out, scale, batch, buffers, barriers, NUM_HEADS)),
+            (_consume, (1, out, scale, batch, buffers, barriers, NUM_HEADS)),
+            (_produce, (sources, head_strides, batch, buffers, barriers, NUM_HEADS)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],

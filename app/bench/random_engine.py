@@ -18,7 +18,7 @@ from app.model.weights import ModelWeights, random_weights
 from app.protocol import GenerateRequest, SamplingParams
 from kernels import invariance
 
-ENGINE_CONFIG = EngineConfig(max_num_seqs=512, max_batched_tokens=16384, max_chunk_tokens=8192, max_waiting_seqs=1024)
+ENGINE_CONFIG = EngineConfig(max_num_seqs=512, max_batched_tokens=16384, max_chunk_tokens=16384, max_waiting_seqs=1024)
 # Architecture figures of public checkpoints; weights are drawn from N(0, 0.02).
 SHAPES: dict[str, dict[str, object]] = {
     "deepseek-v2-lite": {

@@ -33,7 +33,7 @@ from kernels import invariance, native, tuning
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 256 * 2**20
-MAX_STEP_S = {"cpu": 0.2, "cuda": 0.1}
+MAX_STEP_S = {"cpu": 0.2, "cuda": 0.11}
 ATTENTION_TILE = 128  # prompt tokens that one multiprocessor attends for one head at a time
 CUDA_CACHE_SHARE = 0.9  # of the memory free after the weights are loaded
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.mla_prefill import mla_prefill, mla_prefill_reference
+from kernels.mla_prefill_hopper import plan_tiles
 from tests.kernels.cases import CUDA, TORCH, Target, assert_bitwise_equal, assert_close, generator
 
 # Relative error of the output. fp32 kernels accumulate in another order; in 16 bits the weights P are rounded as well.
@@ -181,3 +182,20 @@ def test_refuses_wrong_arguments() -> None:
         call(k_rope=inputs.k_rope.half())
     with pytest.raises(ValueError, match="last dimension must be contiguous"):
         call(v=v.transpose(0, 2).contiguous().transpose(0, 2))
+
+
+def test_tiles_are_all_of_them_and_those_with_most_keys_come_first() -> None:
+    rng = generator("tiles")
+    for count in (1, 2, 7, 40):
+        query_lens = torch.randint(0, 400, (count,), generator=rng).tolist()
+        key_lens = [max(0, length + int(torch.randint(-50, 600, (1,), generator=rng))) for length in query_lens]
+        num_queries = sum(query_lens) + 13  # rows of padding
+        plan = plan_tiles(starts(tuple(query_lens), TORCH), starts(tuple(key_lens), TORCH), num_queries)
+        found = [(packed >> 32, packed >> 16 & 0xFFFF, packed & 0xFFFF) for packed in plan.tolist()]
+        tiles = [
+            (min(keys, keys - new + first + 128), sequence, first // 128)
+            for sequence, (new, keys) in enumerate(zip(query_lens, key_lens, strict=True))
+            for first in range(0, new, 128)
+        ]
+        expected = sorted((tile for tile in tiles if tile[0] > 0), reverse=True)
+        assert found == expected + [(0, 0, 0)] * (len(found) - len(expected))

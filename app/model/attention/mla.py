@@ -25,7 +25,7 @@ from kernels.checks import Backend
 from kernels.fp8_entry import Fp8Entry
 from kernels.head_projection import HeadProjection
 from kernels.mla_decode import mla_decode, plan_mla_decode
-from kernels.mla_prefill import mla_prefill
+from kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from kernels.mla_rope_cache import mla_rope_cache
 from kernels.rms_norm import rms_norm
 
@@ -77,6 +77,7 @@ class ExpandedRows:
     num_keys: int
     max_query_len: int
     max_key_len: int
+    plan: Any  # of plan_mla_prefill
 
     @classmethod
     def parts_of(cls, inputs: ModelInput) -> tuple[ExpandedRows, ...]:
@@ -102,15 +103,18 @@ class ExpandedRows:
         cls, inputs: ModelInput, first: int, end: int, rows: slice, num_keys: int, max_query_len: int, max_key_len: int
     ) -> ExpandedRows:
         context_lens = inputs.context_lens[first:end]
+        query_starts = inputs.query_starts[first : end + 1] - rows.start
+        key_starts = F.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0))
         return cls(
             rows=rows,
             block_tables=inputs.block_tables[first:end],
             context_lens=context_lens,
-            query_starts=inputs.query_starts[first : end + 1] - rows.start,
-            key_starts=F.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            query_starts=query_starts,
+            key_starts=key_starts,
             num_keys=num_keys,
             max_query_len=max_query_len,
             max_key_len=max_key_len,
+            plan=plan_mla_prefill(query_starts, key_starts, rows.stop - rows.start),
         )
 
 
@@ -213,5 +217,5 @@ class MlaAttention:
         return mla_prefill(
             q, expanded[..., : self._nope_dim], keys[:, self._rank :], expanded[..., self._nope_dim :],
             rows.query_starts, rows.key_starts, self._scale,
-            max_query_len=rows.max_query_len, max_key_len=rows.max_key_len, backend=self._backend,
+            max_query_len=rows.max_query_len, max_key_len=rows.max_key_len, plan=rows.plan, backend=self._backend,
         )  # fmt: skip
