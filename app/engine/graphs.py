@@ -52,7 +52,7 @@ class StepGraphs:
         self._model, self._cache = model, cache
         self.max_step_tokens, self.max_model_len = min(max_batched_tokens, max_model_len), max_model_len
         self._decodes = tuple(StepShape.of_decodes(size) for size in batch_sizes(max_num_seqs))
-        self._prompts = prompt_shapes(max_num_seqs, max_batched_tokens, num_parts=model.ranks.expert.size)
+        self._prompts = prompt_shapes(max_num_seqs, max_batched_tokens)
         shapes = self._decodes + self._prompts
         self._buffers = StepBuffers(
             max(shape.num_rows for shape in shapes),
@@ -147,19 +147,14 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*sizes, max_num_seqs)
 
 
-def prompt_shapes(max_num_seqs: int, max_batched_tokens: int, *, num_parts: int = 1) -> tuple[StepShape, ...]:
-    """Padded sizes of steps with prompts, in the order in which they are tried.
-
-    num_parts: that expert ranks cut the rows into; then decodes have no part of their own
-    """
+def prompt_shapes(max_num_seqs: int, max_batched_tokens: int) -> tuple[StepShape, ...]:
+    """Padded sizes of steps with prompts, in the order in which they are tried."""
     decodes = min(max_num_seqs, MAX_DECODES_BESIDE_PROMPTS)
-    latent_rows = LATENT_ROWS if num_parts == 1 else LATENT_ROWS + EXPANDED_ROWS
-    shapes = [StepShape(rows, min(max_num_seqs, MAX_DECODES_BESIDE_PROMPTS, rows // 2)) for rows in latent_rows]
-    if num_parts == 1:
-        shapes += [
-            StepShape(decodes + rows, decodes + min(max_num_seqs, rows // 64), decodes, num_keys=2 * rows)
-            for rows in EXPANDED_ROWS
-        ]
+    shapes = [StepShape(rows, min(max_num_seqs, MAX_DECODES_BESIDE_PROMPTS, rows // 2)) for rows in LATENT_ROWS]
+    shapes += [
+        StepShape(decodes + rows, decodes + min(max_num_seqs, rows // 64), decodes, num_keys=2 * rows)
+        for rows in EXPANDED_ROWS
+    ]
     # None larger than the largest step needs.
     needed = next((index for index, shape in enumerate(shapes) if shape.num_rows >= max_batched_tokens), len(shapes))
     return tuple(shapes[: needed + 1])

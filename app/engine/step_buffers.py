@@ -11,6 +11,9 @@ Rows and sequences of decodes have a part of their own at the front, if their nu
 
 Padding rows have slot -1 and padding sequences no rows and no context: they write nothing, attend to nothing and meet
 no expert. Where expert ranks split the rows, words64 hold those of all ranks and words32 what this rank's are part of.
+Each rank then has its share of both parts:
+
+    rows | d0 d1 | p0 p0 p0 | pad pad | p1 p1 pad |  the same step, cut into two
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from app.engine.plan import StepPlan, logit_rows_of
+from app.engine.plan import StepPlan, Words
 from app.model.inputs import ModelInput, SharedRows
 
 
@@ -65,7 +69,7 @@ class StepBuffers:
     ) -> None:
         """part: of `num_parts` equal ones that a step's rows are cut into, the one to compute."""
         self._part, self._num_parts = part, num_parts
-        max_rows = num_parts * -(-max_rows // num_parts)
+        max_rows = num_parts * (-(-max_rows // num_parts) + 1)  # decodes and prompts are rounded up each
         self._no_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self._max_blocks, self._block_size, self._device = max_blocks, block_size, device
         is_cuda = device.type == "cuda"
@@ -81,31 +85,30 @@ class StepBuffers:
             self._copied.synchronize()  # the previous step's copies have left the pinned buffers
         token_ids, positions, slots, logit_rows = self._parts64(self._host64, shape)
         context_lens, query_starts, tables = self._parts32(self._host32, shape)
-        starts, places, all_slots = plan.rows(self._block_size)
-        first, end = self._own_rows(shape)
-        last_rows, own = logit_rows_of(starts, first, end), plan
-        if self._num_parts > 1:
-            own = plan.cut(first, end)
-            starts, _, _ = own.rows(self._block_size)
-        has_front = shape.num_decodes > 0 and self._num_parts == 1
-        front, num_decodes = (shape.num_decodes, plan.num_decodes) if has_front else (0, 0)
-        gap, num_seqs = front - num_decodes, len(own.num_new_tokens)
+        starts, all_positions, all_slots = plan.rows(self._block_size)
+        front, rest = self._own_sizes(shape)
+        num_decodes = plan.num_decodes if shape.num_decodes else 0
+        places = self._places(len(plan.token_ids), num_decodes, front, rest)
         for target, values, padding in (
-            (token_ids, plan.token_ids, 0), (positions, places, 0), (slots, all_slots, -1),
-            (context_lens, own.context_lens, 0),
+            (token_ids, plan.token_ids, 0), (positions, all_positions, 0), (slots, all_slots, -1)
         ):  # fmt: skip
-            words, last = target.numpy(), gap + len(values)
-            words[:num_decodes], words[num_decodes:front] = values[:num_decodes], padding
-            words[front:last], words[last:] = values[num_decodes:], padding
-        words = query_starts.numpy()
-        words[:front] = np.arange(front)
-        words[front : gap + num_seqs + 1], words[gap + num_seqs + 1 :] = starts[num_decodes:] + gap, starts[-1] + gap
+            words = target.numpy()
+            words[:], words[places] = padding, values
+        last_rows = places[starts[1:] - 1] - self._part * (front + rest)
         words = logit_rows.numpy()
-        words[: len(last_rows)], words[len(last_rows) :] = last_rows, 0 if own is plan else -1
-        words[num_decodes : len(last_rows)] += gap
-        words, width = tables.numpy(), own.block_tables.shape[1]
-        words[:num_decodes, :width] = own.block_tables[:num_decodes]
-        words[front : gap + num_seqs, :width] = own.block_tables[num_decodes:]
+        words[:], words[: len(last_rows)] = 0 if self._num_parts == 1 else -1, last_rows
+        words[(words < 0) | (words >= front + rest)] = -1
+        first, counts, lens, own_tables = self._own_sequences(plan, num_decodes, front, rest)
+        end = front + len(counts) - first
+        words = context_lens.numpy()
+        words[:], words[:first], words[front:end] = 0, lens[:first], lens[first:]
+        words, width = tables.numpy(), own_tables.shape[1]
+        words[:first, :width], words[front:end, :width] = own_tables[:first], own_tables[first:]
+        words = query_starts.numpy()
+        words[: front + 1] = np.arange(front + 1)
+        np.cumsum(counts[first:], out=words[front + 1 : end + 1])
+        words[front + 1 : end + 1] += front
+        words[end + 1 :] = words[end]
         used64 = sum(len(part) for part in (token_ids, positions, slots, logit_rows))
         used32 = len(context_lens) + len(query_starts) + tables.numel()
         self._device64[:used64].copy_(self._host64[:used64], non_blocking=True)
@@ -119,7 +122,8 @@ class StepBuffers:
         context_lens, query_starts, tables = self._parts32(self._device32, shape)
         shared = None
         if self._num_parts > 1:
-            shared, own = SharedRows(token_ids, positions, slots), slice(*self._own_rows(shape))
+            shared, size = SharedRows(token_ids, positions, slots), sum(self._own_sizes(shape))
+            own = slice(self._part * size, (self._part + 1) * size)
             token_ids, positions, slots = token_ids[own], positions[own], self._no_slots[own]
         return ModelInput(
             token_ids=token_ids,
@@ -129,7 +133,7 @@ class StepBuffers:
             context_lens=context_lens,
             block_tables=tables,
             logit_rows=logit_rows,
-            num_decodes=min(shape.num_decodes, len(context_lens)),
+            num_decodes=self._own_sizes(shape)[0],
             num_keys=shape.num_keys,
             host_query_starts=None,
             host_context_lens=None,
@@ -140,18 +144,45 @@ class StepBuffers:
         """The first ones on the device."""
         return self._device64[:count]
 
-    def _own_rows(self, shape: StepShape) -> tuple[int, int]:
-        size = -(-shape.num_rows // self._num_parts)
-        return self._part * size, (self._part + 1) * size
+    def _own_sizes(self, shape: StepShape) -> tuple[int, int]:
+        """This part's rows at the front, for decodes alone, and the others."""
+        return -(-shape.num_decodes // self._num_parts), -(-(shape.num_rows - shape.num_decodes) // self._num_parts)
+
+    def _own_sequences(
+        self, plan: StepPlan, num_decodes: int, front: int, rest: int
+    ) -> tuple[int, Words, Words, Words]:
+        """Of the sequences that this part's rows are part of: how many come to the front, new tokens, context lengths
+        and block tables."""
+        if self._num_parts == 1:
+            return num_decodes, plan.num_new_tokens, plan.context_lens, plan.block_tables
+        first, end = (min((self._part + step) * front, num_decodes) for step in (0, 1))
+        decodes = plan.cut(first, end)
+        prompts = plan.cut(num_decodes + self._part * rest, num_decodes + (self._part + 1) * rest)
+        return (
+            end - first,
+            np.concatenate([decodes.num_new_tokens, prompts.num_new_tokens]),
+            np.concatenate([decodes.context_lens, prompts.context_lens]),
+            np.concatenate([decodes.block_tables, prompts.block_tables]),
+        )
+
+    def _places(self, num_rows: int, num_decodes: int, front: int, rest: int) -> npt.NDArray[np.int64]:
+        """Where the plan's rows lie among those of all parts, which have `front` + `rest` each: [num_rows]."""
+        places = np.arange(num_rows)
+        places[num_decodes:] += front - num_decodes
+        if self._num_parts > 1:
+            decodes, others = places[:num_decodes], places[num_decodes:] - front
+            places[:num_decodes] += decodes // max(front, 1) * rest
+            places[num_decodes:] += others // max(rest, 1) * front
+        return places
 
     def _parts64(self, words: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, ...]:
-        rows = self._num_parts * -(-shape.num_rows // self._num_parts)
+        rows = self._num_parts * sum(self._own_sizes(shape))
         parts = words[: 3 * rows + shape.num_seqs].split([rows, rows, rows, shape.num_seqs])
         return parts[0], parts[1], parts[2], parts[3]
 
     def _parts32(self, words: torch.Tensor, shape: StepShape) -> tuple[torch.Tensor, ...]:
-        first, end = self._own_rows(shape)
-        count = min(shape.num_seqs, end - first)
+        front, rest = self._own_sizes(shape)
+        count = front + min(shape.num_seqs - shape.num_decodes, rest)
         parts = words[: count * (2 + self._max_blocks) + 1].split([count, count + 1, count * self._max_blocks])
         return parts[0], parts[1], parts[2].view(count, self._max_blocks)
 

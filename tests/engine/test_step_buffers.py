@@ -124,6 +124,41 @@ def test_decodes_beside_expanded_prompts_have_rows_of_their_own() -> None:
     assert (inputs.num_decodes, inputs.num_keys) == (4, 40)
 
 
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_each_part_has_its_share_of_decodes_and_of_prompts(num_parts: int) -> None:
+    shape = StepShape(30, 9, num_decodes=6, num_keys=60)
+    plan = plan_of([1, 1, 1, 1, 5, 8, 2], [9, 4, 30, 7, 13, 8, 2])
+    whole, front, rest = to_model_input(plan, BLOCK_SIZE, CPU), 6 // num_parts, 24 // num_parts
+    found: dict[int, list[int]] = {}  # row of the plan -> how far it sees, its block table
+    logits: dict[int, int] = {}
+    for part in range(num_parts):
+        buffers = make_buffers(part, num_parts)
+        buffers.fill(plan_of([1] * 4, [40, 41, 42, 43]), StepShape(4, 4))
+        buffers.fill(plan, shape)
+        inputs = buffers.inputs(shape)
+        assert inputs.shared is not None and (inputs.num_decodes, inputs.num_keys) == (front, 60)
+        assert len(inputs.token_ids) == front + rest and not (inputs.slots + 1).any()
+        own = slice(part * (front + rest), (part + 1) * (front + rest))
+        assert torch.equal(inputs.token_ids, inputs.shared.token_ids[own])
+        assert torch.equal(inputs.positions, inputs.shared.positions[own])
+        starts = inputs.query_starts.tolist()
+        assert starts[: front + 1] == list(range(front + 1)), "a row for each decode, whether it is there or not"
+        for index, length in enumerate(inputs.context_lens.tolist()):
+            for row in range(starts[index], starts[index + 1]) if length else ():
+                assert (row < front) == (inputs.token_ids[row] < 104), "decodes come first"
+                assert inputs.positions[row] == length - (starts[index + 1] - row)
+                slot = int(inputs.shared.slots[own][row])
+                assert slot // BLOCK_SIZE == inputs.block_tables[index, int(inputs.positions[row]) // BLOCK_SIZE]
+                found[int(inputs.token_ids[row]) - 100] = [int(inputs.positions[row]), slot]
+        for sequence, row in enumerate(inputs.logit_rows.tolist()):
+            if row >= 0:
+                logits[sequence] = int(inputs.token_ids[row]) - 100
+    num_rows = len(plan.token_ids)
+    expected = zip(whole.positions[:num_rows].tolist(), whole.slots[:num_rows].tolist(), strict=True)
+    assert [found[row] for row in range(num_rows)] == [list(row) for row in expected]
+    assert [logits[sequence] for sequence in range(7)] == whole.logit_rows.tolist()
+
+
 def test_prompt_shapes_hold_the_largest_step_up_to_their_bound() -> None:
     assert [shape.num_rows for shape in prompt_shapes(8, 300)] == [64, 128, 256, 520]
     assert prompt_shapes(512, 16384)[-1] == StepShape(1152, 144, 128, num_keys=2048)

@@ -58,7 +58,9 @@ class AbsorbedRows:
         cls, inputs: ModelInput, num_rows: int, num_seqs: int, num_heads: int, backend: Backend | None
     ) -> AbsorbedRows:
         block_tables, context_lens = inputs.block_tables[:num_seqs], inputs.context_lens[:num_seqs]
-        query_starts = None if num_rows == num_seqs else inputs.query_starts[: num_seqs + 1]
+        # As many rows as sequences say nothing in a graph: both are padded.
+        are_decodes = num_rows == num_seqs <= inputs.num_decodes
+        query_starts = None if are_decodes else inputs.query_starts[: num_seqs + 1]
         plan = plan_mla_decode(
             context_lens, num_queries=num_rows, num_heads=num_heads, query_starts=query_starts, backend=backend
         )
