@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """All rows of a step whose rows the expert ranks split evenly, in the ranks' order, padding last."""
+    """All rows of a step whose rows the expert ranks split evenly, in the ranks' order; padding has slot -1."""
 
     token_ids: torch.Tensor  # [expert ranks x num_tokens] int64; the rank's own ones are a view of these
     positions: torch.Tensor  # [expert ranks x num_tokens] int64

@@ -75,9 +75,10 @@ class SpreadExperts:
         lines = torch.arange(len(ids), device=x.device)[:, None] % len(self._owners)
         owners = self._owners[lines, ids.clamp_min(0).long()].masked_fill(ids < 0, -1).view(size, num_rows, -1)
         goes = (owners[..., None] == torch.arange(size, device=x.device)).any(2)  # [from, row, to]
-        sent, received = goes[rank].sum(0).tolist(), goes[:, :, rank].sum(1).tolist()
-        leaving = goes[rank].T.nonzero()[:, 1]
-        here = goes[:, :, rank].flatten().nonzero()[:, 0]
+        sizes = goes.sum(1).tolist()  # [from][to]; the host waits for the device here and nowhere else
+        sent, received = sizes[rank], [line[rank] for line in sizes]
+        leaving = torch.nonzero_static(goes[rank].T, size=sum(sent))[:, 1]
+        here = torch.nonzero_static(goes[:, :, rank].flatten(), size=sum(received))[:, 0]
         travelling = self._group.start_all_to_all(x.index_select(0, leaving), sent, received)
         shared = self._shared.forward(x) if self._shared else None
         arrived = travelling.wait()
