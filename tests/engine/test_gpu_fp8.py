@@ -45,14 +45,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def engine_config(dtype: str, cache_dtype: str) -> EngineConfig:
-    """Prompts come in chunks of 48 tokens, beside decodes."""
+    """Prompts come in chunks of 48 tokens, beside decodes; 32 sequences make a prompt's graph as two ranks cut it have
+    as many sequences as rows."""
     return EngineConfig(
-        device="cuda", dtype=dtype, cache_dtype=cache_dtype, cache_blocks=64, max_num_seqs=8, max_chunk_tokens=48
+        device="cuda", dtype=dtype, cache_dtype=cache_dtype, cache_blocks=64, max_num_seqs=32, max_chunk_tokens=48
     )
 
 
 def greedy_answer(folder: Path, dtype: str, cache_dtype: str, place: RankPlace | None = None) -> Answer:
     engine = load_engine(ModelSource(path=str(folder)), engine_config(dtype, cache_dtype), place)
+    engine.warm_up(is_complete=True)
     requests = [greedy(name, tuple(prompt), NUM_OUTPUTS) for name, prompt in prompts().items()]
     found = answer(engine, requests)
     engine.stop()
