@@ -157,12 +157,11 @@ def _run_process(shape: str, split: Split, answer: str) -> None:
     def keep() -> None:
         Path(answer).write_text(json.dumps(result))
 
-    engine.warm_up()
+    engine.warm_up(is_complete=True)
     result["warm_s"] = time.perf_counter() - start
     result["parity"] = _parity(engine, model.expert_counts, split)
     keep()
     if split.grid:
-        engine.warm_up(is_complete=True)
         result["rates"] = []
         for batch, context in split.grid:
             measure(engine, batch, min(context, 300), decode_steps=4)
@@ -237,6 +236,7 @@ def _forced_logits(engine: Engine, tokens: dict[str, list[int]] | None) -> dict[
     for length in PROMPT_TOKENS:
         prompt = tuple(2 + (length * 31 + 97 * index) % (engine.limits.vocab_size - 2) for index in range(length))
         engine.add(GenerateRequest(f"r{length}", prompt, sampling))
+        engine.step()  # by itself, beside the earlier ones' decodes: in graphs of all sizes
     while engine.has_work:
         engine.step()
     sampler.launch = launch  # type: ignore[method-assign]
