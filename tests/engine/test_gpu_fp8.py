@@ -95,6 +95,21 @@ def test_in_bf16_the_engine_stays_near_the_exact_checkpoint(folders: tuple[Path,
     assert 0 < mean_kl(logits, exact) <= MAX_MEAN_KL
 
 
+def test_batch_invariant_answers_do_not_depend_on_what_runs_beside_them(folders: tuple[Path, Path]) -> None:
+    """To the bit of every logit."""
+    config = engine_config("bfloat16", "fp8").model_copy(update={"batch_invariant": True})
+    engine = load_engine(ModelSource(path=str(folders[0])), config)
+    requests = [greedy(name, tuple(prompt), NUM_OUTPUTS) for name, prompt in prompts().items()]
+    together = answer(engine, requests)
+    for request in requests:
+        engine.reset()
+        alone, name = answer(engine, [request]), request.request_id
+        assert alone.tokens[name] == together.tokens[name]
+        pairs = list(zip(alone.logits[name], together.logits[name], strict=True))[:NUM_OUTPUTS]
+        assert all(torch.equal(a, b) for a, b in pairs)
+    engine.stop()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks need a GPU each")
 @pytest.mark.parametrize(("tensor", "expert"), [(2, 1), (1, 2)])
 def test_two_ranks_give_the_definition(folders: tuple[Path, Path], tmp_path: Path, tensor: int, expert: int) -> None:
