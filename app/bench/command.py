@@ -190,6 +190,7 @@ def _run_http(options: argparse.Namespace) -> int:
     cost = http_cost(
         options.serve_config,
         streams=max(options.streams),
+        requests_per_stream=options.requests_per_stream,
         output_tokens=_count(options),
         runs=options.runs,
         report=_say,

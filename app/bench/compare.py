@@ -48,18 +48,30 @@ class EngineGenerator:
         self._engine = engine
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int, *, ignore_eos: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        *,
+        ignore_eos: bool = False,
+        concurrency: int | None = None,
     ) -> list[list[int]]:
-        """ignore_eos: an end may be generated and is passed over; else none is generated."""
+        """ignore_eos: an end may be generated and is passed over; else none is generated.
+
+        concurrency: so many prompts at a time, the next one when one has ended; None: all together
+        """
         min_tokens = 0 if ignore_eos else num_tokens
         sampling = SamplingParams(max_tokens=num_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, temperature=0.0)
-        outputs: dict[str, list[int]] = {}
-        for index, prompt in enumerate(prompts):
-            outputs[f"bench-{index}"] = []
-            self._engine.add(GenerateRequest(f"bench-{index}", tuple(prompt), sampling))
-        while self._engine.has_work:
+        requests = [GenerateRequest(f"bench-{index}", tuple(prompt), sampling) for index, prompt in enumerate(prompts)]
+        outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        num_free = concurrency or len(requests)
+        while requests or self._engine.has_work:
+            starting, requests = requests[:num_free], requests[num_free:]
+            for request in starting:
+                self._engine.add(request)
+            num_free -= len(starting)
             for chunk in self._engine.step():
                 outputs[chunk.request_id].extend(chunk.token_ids)
+                num_free += chunk.finish_reason is not None
         return list(outputs.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import statistics
 import time
@@ -30,8 +31,8 @@ class StreamsRun:
     """Streams that start together. Times are seconds since then, of the earliest and the latest stream."""
 
     tokens_per_s: float
-    first_token_s: tuple[float, float]
-    ended_s: tuple[float, float]
+    first_token_s: tuple[float, float]  # of each stream's first request
+    ended_s: tuple[float, float]  # of its last one
     client_cpu_share: float  # of one core: this process is the client
 
     def __str__(self) -> str:
@@ -47,6 +48,7 @@ class HttpCost:
     """Output tokens per second in each round; `ratio` is HTTP's median over the engine's."""
 
     streams: int
+    requests_per_stream: int
     output_tokens: int
     threads: int | None
     engine_tokens_per_s: list[float]
@@ -56,15 +58,24 @@ class HttpCost:
 
     def __str__(self) -> str:
         return (
-            f"{self.streams} streams x {self.output_tokens} tokens: engine alone"
+            f"{self.streams} streams x {self.requests_per_stream} x {self.output_tokens} tokens: engine alone"
             f" {statistics.median(self.engine_tokens_per_s):.1f} tokens/s, through HTTP"
             f" {statistics.median(self.http_tokens_per_s):.1f}, ratio {self.ratio:.3f} (costs {1 - self.ratio:.1%})"
         )
 
 
-def http_cost(config: Path, *, streams: int, output_tokens: int, runs: int, report: Callable[[str], None]) -> HttpCost:
+def http_cost(
+    config: Path,
+    *,
+    streams: int,
+    requests_per_stream: int,
+    output_tokens: int,
+    runs: int,
+    report: Callable[[str], None],
+) -> HttpCost:
     """Starts a server of `config`, and an engine with its short pool's limits in this process.
 
+    requests_per_stream: one after the other; with one, the rate includes how all of them start at once
     Raises LongspanError if the server does not start, UnavailableError if a stream fails.
     """
     pools = pools_config(config)
@@ -72,16 +83,18 @@ def http_cost(config: Path, *, streams: int, output_tokens: int, runs: int, repo
     engine_rates: list[float] = []
     http_runs: list[StreamsRun] = []
     with engine_beside_server(config, pools) as (engine, server):
+        num_requests = streams * requests_per_stream
 
         def run_engine(num_tokens: int) -> float:
             # New random ids each time: neither side finds a prefix cached.
-            prompts = [[rng.randrange(256, 8000) for _ in range(PROMPT_TOKENS)] for _ in range(streams)]
+            prompts = [[rng.randrange(256, 8000) for _ in range(PROMPT_TOKENS)] for _ in range(num_requests)]
             start_s = time.perf_counter()
-            engine.generate(prompts, num_tokens, ignore_eos=True)  # as the clients ask for
-            return streams * num_tokens / (time.perf_counter() - start_s)
+            engine.generate(prompts, num_tokens, ignore_eos=True, concurrency=streams)  # as the clients ask for
+            return num_requests * num_tokens / (time.perf_counter() - start_s)
 
         def run_http(num_tokens: int) -> StreamsRun:
-            return asyncio.run(run_streams(server.url, streams, num_tokens, seed=rng.randrange(2**32)))
+            seed = rng.randrange(2**32)
+            return asyncio.run(run_streams(server.url, streams, requests_per_stream, num_tokens, seed=seed))
 
         run_engine(WARM_UP_TOKENS)
         run_http(WARM_UP_TOKENS)
@@ -94,7 +107,16 @@ def http_cost(config: Path, *, streams: int, output_tokens: int, runs: int, repo
             report(f"round {index + 1}: engine {engine_rates[-1]:.1f} tokens/s, HTTP {http_runs[-1]}")
     http_rates = [run.tokens_per_s for run in http_runs]
     ratio = statistics.median(http_rates) / statistics.median(engine_rates)
-    return HttpCost(streams, output_tokens, pools.short.engine.num_threads, engine_rates, http_rates, ratio, http_runs)
+    return HttpCost(
+        streams=streams,
+        requests_per_stream=requests_per_stream,
+        output_tokens=output_tokens,
+        threads=pools.short.engine.num_threads,
+        engine_tokens_per_s=engine_rates,
+        http_tokens_per_s=http_rates,
+        ratio=ratio,
+        http_runs=http_runs,
+    )
 
 
 @contextmanager
@@ -113,25 +135,29 @@ def engine_beside_server(config: Path, pools: PoolsConfig) -> Iterator[tuple[Eng
         server.stop()
 
 
-async def run_streams(url: str, streams: int, output_tokens: int, *, seed: int) -> StreamsRun:
-    """`streams` streams at once. Raises UnavailableError if one fails."""
+async def run_streams(url: str, streams: int, requests_per_stream: int, output_tokens: int, *, seed: int) -> StreamsRun:
+    """`streams` streams at once, each of so many requests in turn. Raises UnavailableError if one fails."""
     prompts = PromptMaker(None, stream=True, seed=seed)
     planned = PlannedRequest(0.0, PROMPT_TOKENS, output_tokens)
-    records = [RequestRecord(planned) for _ in range(streams)]
-    bodies = [prompts.body(planned) for _ in range(streams)]
+    records = [[RequestRecord(planned) for _ in range(requests_per_stream)] for _ in range(streams)]
+    bodies = [[prompts.body(planned) for _ in range(requests_per_stream)] for _ in range(streams)]
     async with Client(url, timeout_s=300.0) as client:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        sends = [client.send(body, record, start_s) for body, record in zip(bodies, records, strict=True)]
-        await asyncio.gather(*sends)
+
+        async def stream(index: int) -> None:
+            for body, record in zip(bodies[index], records[index], strict=True):
+                await client.send(body, record, start_s)
+
+        await asyncio.gather(*map(stream, range(streams)))
         elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    for record in records:
+    for record in itertools.chain(*records):
         if record.error is not None or record.output_tokens != output_tokens:
             ended = record.error or f"{record.output_tokens} of {output_tokens} tokens"
             raise UnavailableError(f"a stream ended with {ended}")
-    firsts = [record.event_times_s[0] for record in records]
-    ends = [record.ended_s for record in records]
+    firsts = [first.event_times_s[0] for first, *_ in records]
+    ends = [last.ended_s for *_, last in records]
     return StreamsRun(
-        tokens_per_s=streams * output_tokens / elapsed_s,
+        tokens_per_s=streams * requests_per_stream * output_tokens / elapsed_s,
         first_token_s=(min(firsts), max(firsts)),
         ended_s=(min(ends), max(ends)),
         client_cpu_share=cpu_s / elapsed_s,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from app.bench import compare
-from app.bench.compare import compare_transformers, describe, first_mismatch, passage_prompts
+from app.bench.compare import EngineGenerator, compare_transformers, describe, first_mismatch, passage_prompts
+from app.config import EngineConfig, ModelSource
+from app.engine.loading import load_engine
+from app.protocol import GenerateRequest
 
 
 def test_both_sides_generate_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,6 +22,23 @@ def test_both_sides_generate_the_same_tokens(monkeypatch: pytest.MonkeyPatch) ->
         assert row.experts == "grouped_mm"
         assert row.ratio == pytest.approx(row.engine_tokens_per_s[0] / row.transformers_tokens_per_s[0])
         assert describe(row) in lines
+
+
+def test_the_next_prompt_starts_when_one_has_ended() -> None:
+    engine = load_engine(ModelSource(), EngineConfig(cache_blocks=16, max_num_seqs=3))
+    prompts = [[100 + index] * 5 for index in range(5)]
+    running, add = [], engine.add
+
+    def counted(request: GenerateRequest) -> None:
+        add(request)
+        stats = engine.stats()
+        running.append(stats.num_requests_running + stats.num_requests_waiting)
+
+    generator = EngineGenerator(engine)
+    together = generator.generate(prompts, 4, ignore_eos=True)
+    engine.add = counted  # type: ignore[method-assign]
+    assert generator.generate(prompts, 4, ignore_eos=True, concurrency=2) == together
+    assert running == [1, 2, 1, 2, 1]
 
 
 def test_prompts_differ_in_text_and_length() -> None:
