@@ -133,7 +133,11 @@ def _first_past(weights, target, WIDTH: tl.constexpr):
     return found, tl.sum(tl.where(index == found, mass - weights, 0.0), axis=0)
 
 
-@triton.jit
+# Parameters of B rows lie one after the other in one copy: where each begins depends on B.
+@triton.jit(
+    do_not_specialize_on_alignment=["temperatures_ptr", "top_ks_ptr", "top_ps_ptr", "min_ps_ptr", "seeds_ptr",
+                                    "positions_ptr"]
+)  # fmt: skip
 def _sample_kernel(
     logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr, out_ptr, V,
     MIN_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,

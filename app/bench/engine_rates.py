@@ -23,6 +23,9 @@ from app.engine.engine import Engine
 from app.errors import ConfigError
 
 
+LEAST_PREFILL_STEP = 1024  # tokens that any step of a prefill computes, however slow the device
+
+
 @dataclass(frozen=True, slots=True)
 class Rate:
     """One point of the grid. Times are host wall clock of whole engine steps, scheduling and sampling included, with
@@ -48,8 +51,8 @@ class MixedLoad:
 def measure(engine: Engine, batch: int, context: int, *, decode_steps: int = 32) -> Rate:
     """Fill `batch` distinct prompts of `context` tokens, then decode them together."""
     rng = random.Random(batch * 1_000_003 + context)
-    # The first prompts decode while the last ones are computed: all of them must still run when the clock starts.
-    prefill_steps = batch * -(-context // engine.limits.max_chunk_tokens)
+    # The first prompts decode while the last ones are computed, and all of them must run to the end.
+    prefill_steps = batch * -(-context // LEAST_PREFILL_STEP)
     for index in range(batch):
         engine.add(random_request(engine, rng, f"rate-{index}", context, prefill_steps + decode_steps + 8))
     start = time.perf_counter()
@@ -58,6 +61,8 @@ def measure(engine: Engine, batch: int, context: int, *, decode_steps: int = 32)
         seen |= {chunk.request_id for chunk in engine.step()}
     prefill_s = time.perf_counter() - start
     steps = [_timed_step(engine) for _ in range(decode_steps + 4)][4:]
+    if (num_running := engine.stats().num_requests_running) != batch:
+        raise RuntimeError(f"{batch} x {context}: {num_running} sequences left at the end")
     for index in range(batch):
         engine.abort(f"rate-{index}")
     engine.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +56,8 @@ def engine_in_little_memory() -> Iterator[Engine]:
     config = EngineConfig(max_num_seqs=128, max_batched_tokens=8192, max_chunk_tokens=8192, prefix_caching=False)
     yield random_engine(shape_config("deepseek-v2-lite"), config)
     del ballast
+    gc.collect()  # the engine's parts refer to each other
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture
