@@ -191,7 +191,7 @@ def _run_http(options: argparse.Namespace) -> int:
         options.serve_config,
         streams=max(options.streams),
         requests_per_stream=options.requests_per_stream,
-        output_tokens=_count(options),
+        output_tokens=traffic.parse_lengths(options.output_tokens or "64", "--output-tokens"),
         runs=options.runs,
         report=_say,
     )

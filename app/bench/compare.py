@@ -50,18 +50,22 @@ class EngineGenerator:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        num_tokens: int,
+        num_tokens: int | Sequence[int],
         *,
         ignore_eos: bool = False,
         concurrency: int | None = None,
     ) -> list[list[int]]:
-        """ignore_eos: an end may be generated and is passed over; else none is generated.
+        """num_tokens: of every answer, or of each.
 
+        ignore_eos: an end may be generated and is passed over; else none is generated
         concurrency: so many prompts at a time, the next one when one has ended; None: all together
         """
-        min_tokens = 0 if ignore_eos else num_tokens
-        sampling = SamplingParams(max_tokens=num_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, temperature=0.0)
-        requests = [GenerateRequest(f"bench-{index}", tuple(prompt), sampling) for index, prompt in enumerate(prompts)]
+        counts = [num_tokens] * len(prompts) if isinstance(num_tokens, int) else num_tokens
+        requests = []
+        for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+            min_tokens = 0 if ignore_eos else count
+            sampling = SamplingParams(max_tokens=count, min_tokens=min_tokens, ignore_eos=ignore_eos, temperature=0.0)
+            requests.append(GenerateRequest(f"bench-{index}", tuple(prompt), sampling))
         outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
         num_free = concurrency or len(requests)
         while requests or self._engine.has_work:

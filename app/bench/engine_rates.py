@@ -22,7 +22,6 @@ from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.errors import ConfigError
 
-
 LEAST_PREFILL_STEP = 1024  # tokens that any step of a prefill computes, however slow the device
 
 

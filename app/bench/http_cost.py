@@ -1,4 +1,9 @@
-"""What Serve and HTTP cost: streams through the whole path beside the engine alone, same limits, alternating."""
+"""What Serve and HTTP cost: streams through the whole path beside the engine alone, same limits, alternating.
+
+Both answer the same number of prompts at a time, with answers of the same lengths. Answers of one length end together,
+so that the engine alone computes all prompts at once and then decodes undisturbed, as no server can: with several
+requests in turn, give lengths that differ.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +22,7 @@ import torch
 from app.bench.client import Client, PromptMaker, RequestRecord
 from app.bench.compare import EngineGenerator
 from app.bench.server import LocalServer, pools_config
-from app.bench.traffic import PlannedRequest
+from app.bench.traffic import Lengths, PlannedRequest
 from app.config import PoolsConfig
 from app.engine.loading import load_engine
 from app.errors import UnavailableError
@@ -49,7 +54,7 @@ class HttpCost:
 
     streams: int
     requests_per_stream: int
-    output_tokens: int
+    output_tokens: Lengths
     threads: int | None
     engine_tokens_per_s: list[float]
     http_tokens_per_s: list[float]
@@ -58,7 +63,7 @@ class HttpCost:
 
     def __str__(self) -> str:
         return (
-            f"{self.streams} streams x {self.requests_per_stream} x {self.output_tokens} tokens: engine alone"
+            f"{self.streams} streams x {self.requests_per_stream} answers: engine alone"
             f" {statistics.median(self.engine_tokens_per_s):.1f} tokens/s, through HTTP"
             f" {statistics.median(self.http_tokens_per_s):.1f}, ratio {self.ratio:.3f} (costs {1 - self.ratio:.1%})"
         )
@@ -69,7 +74,7 @@ def http_cost(
     *,
     streams: int,
     requests_per_stream: int,
-    output_tokens: int,
+    output_tokens: Lengths,
     runs: int,
     report: Callable[[str], None],
 ) -> HttpCost:
@@ -83,27 +88,28 @@ def http_cost(
     engine_rates: list[float] = []
     http_runs: list[StreamsRun] = []
     with engine_beside_server(config, pools) as (engine, server):
-        num_requests = streams * requests_per_stream
 
-        def run_engine(num_tokens: int) -> float:
+        def run_engine(counts: Sequence[Sequence[int]]) -> float:
+            in_turn: list[int] = [count for turn in zip(*counts, strict=True) for count in turn]
             # New random ids each time: neither side finds a prefix cached.
-            prompts = [[rng.randrange(256, 8000) for _ in range(PROMPT_TOKENS)] for _ in range(num_requests)]
+            prompts = [[rng.randrange(256, 8000) for _ in range(PROMPT_TOKENS)] for _ in in_turn]
             start_s = time.perf_counter()
-            engine.generate(prompts, num_tokens, ignore_eos=True, concurrency=streams)  # as the clients ask for
-            return num_requests * num_tokens / (time.perf_counter() - start_s)
+            engine.generate(prompts, in_turn, ignore_eos=True, concurrency=streams)  # as the clients ask for
+            return sum(in_turn) / (time.perf_counter() - start_s)
 
-        def run_http(num_tokens: int) -> StreamsRun:
-            seed = rng.randrange(2**32)
-            return asyncio.run(run_streams(server.url, streams, requests_per_stream, num_tokens, seed=seed))
+        def run_http(counts: Sequence[Sequence[int]]) -> StreamsRun:
+            return asyncio.run(run_streams(server.url, counts, seed=rng.randrange(2**32)))
 
-        run_engine(WARM_UP_TOKENS)
-        run_http(WARM_UP_TOKENS)
+        warm_up = [[WARM_UP_TOKENS]] * streams
+        run_engine(warm_up)
+        run_http(warm_up)
         for index in range(runs):
+            counts = [[output_tokens.draw(rng) for _ in range(requests_per_stream)] for _ in range(streams)]
             if index % 2 == 0:
-                engine_rates.append(run_engine(output_tokens))
-            http_runs.append(run_http(output_tokens))
+                engine_rates.append(run_engine(counts))
+            http_runs.append(run_http(counts))
             if index % 2 == 1:
-                engine_rates.append(run_engine(output_tokens))
+                engine_rates.append(run_engine(counts))
             report(f"round {index + 1}: engine {engine_rates[-1]:.1f} tokens/s, HTTP {http_runs[-1]}")
     http_rates = [run.tokens_per_s for run in http_runs]
     ratio = statistics.median(http_rates) / statistics.median(engine_rates)
@@ -135,12 +141,12 @@ def engine_beside_server(config: Path, pools: PoolsConfig) -> Iterator[tuple[Eng
         server.stop()
 
 
-async def run_streams(url: str, streams: int, requests_per_stream: int, output_tokens: int, *, seed: int) -> StreamsRun:
-    """`streams` streams at once, each of so many requests in turn. Raises UnavailableError if one fails."""
+async def run_streams(url: str, output_tokens: Sequence[Sequence[int]], *, seed: int) -> StreamsRun:
+    """Streams at once, each of requests in turn, for so many tokens each. Raises UnavailableError if one fails."""
     prompts = PromptMaker(None, stream=True, seed=seed)
-    planned = PlannedRequest(0.0, PROMPT_TOKENS, output_tokens)
-    records = [[RequestRecord(planned) for _ in range(requests_per_stream)] for _ in range(streams)]
-    bodies = [[prompts.body(planned) for _ in range(requests_per_stream)] for _ in range(streams)]
+    planned = [[PlannedRequest(0.0, PROMPT_TOKENS, count) for count in counts] for counts in output_tokens]
+    records = [[RequestRecord(request) for request in requests] for requests in planned]
+    bodies = [[prompts.body(request) for request in requests] for requests in planned]
     async with Client(url, timeout_s=300.0) as client:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
 
@@ -148,16 +154,16 @@ async def run_streams(url: str, streams: int, requests_per_stream: int, output_t
             for body, record in zip(bodies[index], records[index], strict=True):
                 await client.send(body, record, start_s)
 
-        await asyncio.gather(*map(stream, range(streams)))
+        await asyncio.gather(*map(stream, range(len(records))))
         elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     for record in itertools.chain(*records):
-        if record.error is not None or record.output_tokens != output_tokens:
-            ended = record.error or f"{record.output_tokens} of {output_tokens} tokens"
+        if record.error is not None or record.output_tokens != record.planned.output_tokens:
+            ended = record.error or f"{record.output_tokens} of {record.planned.output_tokens} tokens"
             raise UnavailableError(f"a stream ended with {ended}")
     firsts = [first.event_times_s[0] for first, *_ in records]
     ends = [last.ended_s for *_, last in records]
     return StreamsRun(
-        tokens_per_s=streams * requests_per_stream * output_tokens / elapsed_s,
+        tokens_per_s=sum(map(sum, output_tokens)) / elapsed_s,
         first_token_s=(min(firsts), max(firsts)),
         ended_s=(min(ends), max(ends)),
         client_cpu_share=cpu_s / elapsed_s,

@@ -14,7 +14,7 @@ from tests.bench.sse_server import SseServer, serving
 def streams(server: SseServer) -> StreamsRun:
     async def run() -> StreamsRun:
         async with serving(server):
-            return await run_streams(server.url, 4, 2, 5, seed=0)
+            return await run_streams(server.url, [[5, 3], [4, 4], [6, 2], [5, 3]], seed=0)
 
     return asyncio.run(run())
 
@@ -24,7 +24,7 @@ def test_streams_are_timed_together() -> None:
     run = streams(server)
     (first_s, last_first_s), (end_s, last_end_s) = run.first_token_s, run.ended_s
     assert 0.0 < first_s <= last_first_s < end_s <= last_end_s
-    assert last_end_s <= 4 * 2 * 5 / run.tokens_per_s <= 5.0 + last_end_s  # the whole run takes a little longer
+    assert last_end_s <= 4 * 8 / run.tokens_per_s <= 5.0 + last_end_s  # the whole run takes a little longer
     assert 0.0 < run.client_cpu_share <= 1.5  # this process serves them, too
     prompts = [tuple(body["prompt"]) for body in server.bodies]
     assert len(set(prompts)) == 8 and {len(prompt) for prompt in prompts} == {64}
