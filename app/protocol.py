@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from app.errors import InvalidRequestError
@@ -106,6 +106,19 @@ class TokenChunk:
     num_output_tokens: int = 0  # so far, this chunk included
     text: str = ""  # filled by the replica
     error: str | None = None  # with finish_reason "error"
+
+
+def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    """Consecutive chunks of one sequence as one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
+    return replace(
+        chunks[-1],
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        logprobs=tuple(logprobs) if logprobs else chunks[-1].logprobs,
+        text="".join(chunk.text for chunk in chunks),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ async def mixed_load(
     longs: list[list[float]] = []
 
     async def one(name: str, num_input: int, num_output: int, times: list[list[float]]) -> None:
+        """Appends when the request left and when its chunks came."""
         request = random_request(engine, rng, name, num_input, num_output)
         stamps = [time.perf_counter()]
         async for _ in engine.generate(request):
@@ -120,7 +121,7 @@ async def mixed_load(
     await asyncio.gather(*tasks)
     return MixedLoad(
         short_ttft_ms=_summary([stamps[1] - stamps[0] for stamps in shorts]),
-        short_tpot_ms=_summary([(stamps[-1] - stamps[1]) / (len(stamps) - 2) for stamps in shorts]),
+        short_tpot_ms=_summary([(stamps[-1] - stamps[1]) / (short_tokens[1] - 1) for stamps in shorts]),
         largest_gap_ms=_summary([max(b - a for a, b in itertools.pairwise(stamps[1:])) for stamps in shorts]),
         long_ttft_ms=_summary([stamps[1] - stamps[0] for stamps in longs]),
     )

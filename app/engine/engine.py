@@ -21,12 +21,13 @@ from app.engine.runner import Runner
 from app.engine.sampler import PendingSample, Sampler
 from app.engine.scheduler import Scheduler
 from app.errors import DeadlineExceededError, EngineError, RankLostError, ReplicaLostError
-from app.protocol import EngineStats, FinishReason, GenerateRequest, TokenChunk
+from app.protocol import EngineStats, FinishReason, GenerateRequest, TokenChunk, join_chunks
 
 logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row; then the engine is dead, not unlucky
 IDLE_WAIT_S = 0.01
-DELIVERY_PERIOD_S = 0.02  # each time the event loop wakes, the engine's thread waits for the interpreter
+# Each stream that wakes takes the interpreter from the engine's thread: the more there are, the more rarely they do.
+MIN_DELIVERY_PERIOD_S, MAX_DELIVERY_PERIOD_S, STREAM_PERIOD_S = 0.02, 0.1, 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Engine:
         self._runner = runner
         self._sampler = sampler
         self._streams: dict[str, _Stream] = {}
-        self._undelivered: list[TokenChunk] = []
+        self._undelivered: dict[str, list[TokenChunk]] = {}  # by request
         self._next_delivery_s = 0.0
         self._changed = threading.Condition()  # its lock guards the scheduler and the streams
         self._launched: _Launched | None = None
@@ -161,18 +162,21 @@ class Engine:
         self._deliver([chunk for chunk in chunks if chunk])
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
-        """Hand chunks to their streams: first and last ones at once, those between every DELIVERY_PERIOD_S."""
-        per_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, TokenChunk]]] = defaultdict(list)
+        """Hand chunks to their streams: first and last ones at once, those between now and then, as one."""
+        per_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, list[TokenChunk]]]] = defaultdict(list)
         now = time.monotonic()
         with self._changed:
-            self._undelivered += chunks
-            if now < self._next_delivery_s and not any(map(_is_urgent, chunks)):
-                return
-            self._next_delivery_s = now + DELIVERY_PERIOD_S
-            for chunk in self._undelivered:
-                if stream := self._streams.get(chunk.request_id):
-                    per_loop[stream.loop].append((stream, chunk))
-            self._undelivered.clear()
+            for chunk in chunks:
+                self._undelivered.setdefault(chunk.request_id, []).append(chunk)
+            due = [chunk.request_id for chunk in chunks if _is_urgent(chunk)]
+            if now >= self._next_delivery_s:
+                due = list(self._undelivered)
+                period_s = STREAM_PERIOD_S * len(self._streams)
+                self._next_delivery_s = now + min(MAX_DELIVERY_PERIOD_S, max(MIN_DELIVERY_PERIOD_S, period_s))
+            for request_id in due:
+                parts, stream = self._undelivered.pop(request_id, []), self._streams.get(request_id)
+                if parts and stream:
+                    per_loop[stream.loop].append((stream, parts))
         for loop, pairs in per_loop.items():
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_put_all, pairs)
@@ -234,7 +238,7 @@ class Engine:
             self._scheduler.add(request)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Stream a request's chunks, one per step that adds to it; the last one has a finish_reason.
+        """Stream a request's chunks, of one step or several; the last one has a finish_reason.
 
         Closing the iterator or cancelling its task aborts the request and frees its blocks at once.
         Raises RequestError or OverloadedError before the first chunk, DeadlineExceededError if the deadline passes
@@ -266,6 +270,7 @@ class Engine:
         """
         with self._changed:
             self._streams.pop(request_id, None)
+            self._undelivered.pop(request_id, None)
             self._scheduler.abort(request_id, reason)
 
     def stats(self) -> EngineStats:
@@ -311,6 +316,6 @@ def _is_urgent(chunk: TokenChunk) -> bool:
     return chunk.finish_reason is not None or chunk.num_output_tokens == len(chunk.token_ids)
 
 
-def _put_all(pairs: list[tuple[_Stream, TokenChunk]]) -> None:
-    for stream, chunk in pairs:
-        stream.queue.put_nowait(chunk)
+def _put_all(pairs: list[tuple[_Stream, list[TokenChunk]]]) -> None:
+    for stream, chunks in pairs:
+        stream.queue.put_nowait(join_chunks(chunks))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from app.config import RouterSettings
 from app.errors import DeadlineExceededError, OverloadedError, ReplicaLostError, UnavailableError
-from app.protocol import GenerateRequest, TokenChunk
+from app.protocol import GenerateRequest, TokenChunk, join_chunks
 from app.serving.admission import check_queue
 from app.serving.board import PoolDecision
 from app.serving.demand import ZeroGate
@@ -36,7 +36,6 @@ from app.serving.routing import (
     prefix_keys,
 )
 from app.serving.scaling_view import PoolStart
-from app.serving.streaming import join_chunks
 
 logger = logging.getLogger("ray.serve")
 
@@ -239,7 +238,7 @@ class Dispatcher:
                     continue
                 for chunk in item:
                     earlier = held.get(chunk.request_id)
-                    held[chunk.request_id] = chunk if earlier is None else join_chunks(earlier, chunk)
+                    held[chunk.request_id] = chunk if earlier is None else join_chunks([earlier, chunk])
         if held:
             yield list(held.values())
 

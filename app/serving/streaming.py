@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from app.errors import EngineError, LongspanError, UnavailableError
-from app.protocol import FinishReason, GenerateRequest, TokenChunk
+from app.protocol import FinishReason, GenerateRequest, TokenChunk, join_chunks
 from app.tokenizer import Detokenizer, Tokenizer
 
 MIN_WINDOW_S = 0.020
@@ -83,14 +83,6 @@ class TextStream:
         )
 
 
-def join_chunks(first: TokenChunk, second: TokenChunk) -> TokenChunk:
-    """Two consecutive chunks of one sequence as one."""
-    logprobs = first.logprobs if second.logprobs is None else (first.logprobs or ()) + second.logprobs
-    return replace(
-        second, token_ids=first.token_ids + second.token_ids, logprobs=logprobs, text=first.text + second.text
-    )
-
-
 class Collector:
     """Chunks that wait to leave: the first batch at once, later ones a window apart, a sequence's end at once."""
 
@@ -103,7 +95,7 @@ class Collector:
 
     def add(self, chunk: TokenChunk) -> None:
         earlier = self._chunks.get(chunk.request_id)
-        self._chunks[chunk.request_id] = chunk if earlier is None else join_chunks(earlier, chunk)
+        self._chunks[chunk.request_id] = chunk if earlier is None else join_chunks([earlier, chunk])
         self._wake.set()
         if chunk.finish_reason is not None:
             self._urgent.set()

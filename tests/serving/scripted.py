@@ -8,8 +8,8 @@ from pathlib import Path
 
 from app.config import EMBEDDED_MODEL
 from app.errors import EngineError
-from app.protocol import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprob
-from app.serving.streaming import Channel, Pacer, SequenceGroup, StreamItem, join_chunks
+from app.protocol import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprob, join_chunks
+from app.serving.streaming import Channel, Pacer, SequenceGroup, StreamItem
 from app.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(Path(EMBEDDED_MODEL))
@@ -67,5 +67,5 @@ def join_all(batches: Iterable[tuple[TokenChunk, ...]]) -> dict[str, TokenChunk]
         assert len({chunk.request_id for chunk in batch}) == len(batch)
         for chunk in batch:
             earlier = joined.get(chunk.request_id)
-            joined[chunk.request_id] = chunk if earlier is None else join_chunks(earlier, chunk)
+            joined[chunk.request_id] = chunk if earlier is None else join_chunks([earlier, chunk])
     return joined

@@ -10,9 +10,9 @@ from contextlib import aclosing
 import pytest
 
 from app.errors import EngineError, OverloadedError
-from app.protocol import GenerateRequest, TokenChunk
+from app.protocol import GenerateRequest, TokenChunk, join_chunks
 from app.serving import streaming
-from app.serving.streaming import MAX_WINDOW_S, MIN_WINDOW_S, Pacer, TextStream, join_chunks
+from app.serving.streaming import MAX_WINDOW_S, MIN_WINDOW_S, Pacer, TextStream
 from tests.serving.scripted import TEXT, TOKENIZER, ScriptedEngine, join_all, request, run
 
 
@@ -66,7 +66,7 @@ def test_stop_cuts_at_the_same_token_for_any_chunking(size: int) -> None:
     for start in range(0, len(ids), size):
         part = ids[start : start + size]
         chunk = stream.add(TokenChunk("a", part, num_output_tokens=start + len(part)))
-        total = chunk if total is None else join_chunks(total, chunk)
+        total = chunk if total is None else join_chunks([total, chunk])
         if chunk.finish_reason:
             break
     assert total is not None
