@@ -127,6 +127,9 @@ def build_engine(model: Transformer, config: EngineConfig, *, version: str) -> E
 def build_runner(model: Transformer, config: EngineConfig) -> tuple[Runner, CacheLayout]:
     """What runs steps on this rank; every rank makes one, with as many cache blocks as each of them has room for."""
     device, ranks = model.device, model.ranks
+    if device.type == "cuda":
+        # Steps want memory of ever other sizes: segments that grow leave no gaps, and none must be returned on the way.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     layout = _cache_layout(config, model.config, device, model.dtype)
     limits = _limits(config, model)
     workspace = workspace_bytes(model.config, limits, model.dtype.itemsize)

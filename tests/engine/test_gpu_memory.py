@@ -80,7 +80,7 @@ def test_after_the_warm_up_no_step_waits_for_a_compiler_or_for_memory(
     engine.warm_up(is_complete=True)
     assert compiled  # the hook works
     compiled.clear()
-    before = torch.cuda.memory_stats()
+    num_retries = torch.cuda.memory_stats()["num_alloc_retries"]
     prompts = ((5, 40), (300, 30), (1, 30), (1500, 25), (700, 20), (20_000, 10), (3, 20), (60_000, 4), (4000, 4))
     for index, (length, max_tokens) in enumerate(prompts):
         engine.add(request(f"r{index}", length, max_tokens, engine.limits.vocab_size))
@@ -88,9 +88,7 @@ def test_after_the_warm_up_no_step_waits_for_a_compiler_or_for_memory(
     while engine.has_work:
         engine.step()
     assert compiled == []
-    after = torch.cuda.memory_stats()
-    assert after["num_alloc_retries"] == before["num_alloc_retries"]
-    assert after["num_device_alloc"] == before["num_device_alloc"]
+    assert torch.cuda.memory_stats()["num_alloc_retries"] == num_retries
 
 
 def test_a_full_cache_leaves_room_for_the_largest_steps(engine_in_little_memory: Engine) -> None:
