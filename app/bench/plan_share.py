@@ -93,5 +93,4 @@ def _plan(step: int) -> StepPlan:
         context_lens=np.full(NUM_SEQS, CONTEXT_TOKENS + step, dtype=np.int32),
         token_ids=np.arange(NUM_SEQS, dtype=np.int32),
         block_tables=np.arange(NUM_SEQS * width, dtype=np.int32).reshape(NUM_SEQS, width),
-        is_ahead=False,
     )

@@ -222,8 +222,8 @@ def _forced_logits(engine: Engine, tokens: dict[str, list[int]] | None) -> dict[
     logits: dict[str, list[torch.Tensor]] = {}
     sampler, launch = engine._sampler, engine._sampler.launch
 
-    def record(rows: torch.Tensor, sequences: Sequence[EngineSequence], *, num_ahead: int = 0) -> PendingSample:
-        sample = launch(rows, sequences, num_ahead=num_ahead)
+    def record(rows: torch.Tensor, sequences: Sequence[EngineSequence], *, num_pending: int = 0) -> PendingSample:
+        sample = launch(rows, sequences, num_pending=num_pending)
         for row, seq in zip(rows.float().cpu(), sequences, strict=True):
             logits.setdefault(seq.request_id, []).append(row.clone())
         if tokens is None:

@@ -14,14 +14,15 @@ class Batch:
 
     block_ids: each sequence's blocks as they were when the step was scheduled. A sequence that is aborted while the
         step is being prepared loses its blocks; the step must still write where it was told to.
-    previous_rows: set if the step is launched before the one ahead of it is committed. Each sequence's input is then
-    the token that the earlier step samples in that row, still on the device, and lies one position further on.
+    previous_rows: of a step that is launched before the one ahead of it is committed. So many sequences come first; the
+        input of each is the token that the earlier step samples in that row, still on the device: it follows all tokens
+        that the host knows.
     """
 
     sequences: tuple[Sequence, ...]
     num_new_tokens: tuple[int, ...]
     block_ids: tuple[list[int], ...]
-    previous_rows: tuple[int, ...] | None = None
+    previous_rows: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, scheduled: Seq[tuple[Sequence, int]]) -> Batch:
@@ -32,14 +33,15 @@ class Batch:
             tuple(seq.block_ids for seq, _ in ordered),
         )
 
+    def after(self, sequences: Seq[Sequence], previous_rows: Seq[int]) -> Batch:
+        """This batch behind sequences whose new token the step before samples in these rows."""
+        block_ids = tuple(seq.block_ids for seq in sequences)
+        counts = (1,) * len(sequences) + self.num_new_tokens
+        return Batch((*sequences, *self.sequences), counts, block_ids + self.block_ids, tuple(previous_rows))
+
     @property
     def num_decodes(self) -> int:
         return self.num_new_tokens.count(1)
-
-    @property
-    def num_ahead(self) -> int:
-        """Tokens of each sequence that are computed or sampled but not committed yet."""
-        return 0 if self.previous_rows is None else 1
 
     @property
     def num_tokens(self) -> int:
@@ -51,5 +53,5 @@ class Batch:
         return [
             row
             for row, (seq, count) in enumerate(zip(self.sequences, self.num_new_tokens, strict=True))
-            if count == seq.num_new_tokens
+            if row < len(self.previous_rows) or count == seq.num_new_tokens
         ]

@@ -103,7 +103,7 @@ class Engine:
         if not self._runner.can_run_ahead:
             return None
         with self._changed:
-            batch = self._scheduler.schedule_ahead(launched.batch)
+            batch = self._scheduler.schedule_ahead(launched.batch, with_prompts=self._runner.can_mix_ahead)
         return self._launch(batch, launched.sample.token_ids) if batch else None
 
     def _launch(self, batch: Batch, previous_token_ids: torch.Tensor | None = None) -> _Launched:
@@ -114,7 +114,8 @@ class Engine:
         if len(rows) < len(batch.sequences):
             logits = _select_rows(logits, rows)
         sequences = [batch.sequences[row] for row in rows]
-        return _Launched(batch, self._sampler.launch(logits, sequences, num_ahead=batch.num_ahead), start_s)
+        sample = self._sampler.launch(logits, sequences, num_pending=len(batch.previous_rows))
+        return _Launched(batch, sample, start_s)
 
     def _run(self) -> None:
         failures = 0

@@ -33,7 +33,6 @@ EMPTY_PLAN = StepPlan(
     context_lens=np.empty(0, dtype=np.int32),
     token_ids=np.empty(0, dtype=np.int32),
     block_tables=np.empty((0, 0), dtype=np.int32),
-    is_ahead=False,
 )
 
 
@@ -71,14 +70,14 @@ class StepGraphs:
     def forward(self, plan: StepPlan, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor | None:
         """Logits [num_sequences, vocab] fp32, overwritten by the next call; None: no graph serves this step.
 
-        previous_token_ids: what the step before sampled, if the plan's tokens are not on the host yet
+        previous_token_ids: what the step before sampled, if some of the plan's tokens are not on the host yet
         """
         shape = self._choose(plan)
         if shape is None:
             return None
         self._buffers.fill(plan, shape)
-        if plan.is_ahead:
-            token_ids = self._buffers.token_ids(len(plan.token_ids))
+        if plan.num_pending:
+            token_ids = self._buffers.token_ids(plan.num_pending)
             put_sampled(token_ids, previous_token_ids, self._model.ranks.world)
         entry = self._graphs[shape]
         entry.graph.replay()

@@ -1,7 +1,7 @@
 """A step as plain arrays: all that a rank needs to build the model's input, and how it travels between ranks.
 
-words  num_seqs | num_tokens | width | is_ahead | num_new_tokens | context_lens | token_ids | block_tables
-       1          1            1       1          num_seqs         num_seqs       num_tokens  num_seqs x width
+words  num_seqs | num_tokens | width | num_pending | num_new_tokens | context_lens | token_ids | block_tables
+       1          1            1       1             num_seqs         num_seqs       num_tokens  num_seqs x width
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ LONG_CHUNK = 1024  # at the end of the longest context: enough of it to fill a d
 class StepPlan:
     """Sequences with one new token come first, as in Batch.
 
-    is_ahead: in place of token ids, which are not on the host yet, stand the rows of the step before that sample them.
+    num_pending: of the first token ids, which are not on the host yet: rows of the step before that sample them
     """
 
     num_new_tokens: Words  # [num_seqs]
     context_lens: Words  # [num_seqs], this step's tokens included
     token_ids: Words  # [num_tokens]
     block_tables: Words  # [num_seqs, width]; entries past a sequence's blocks are 0
-    is_ahead: bool
+    num_pending: int = 0
 
     @classmethod
     def of(cls, batch: Batch) -> StepPlan:
         counts = np.array(batch.num_new_tokens, dtype=np.int32)
-        first = [seq.num_computed_tokens + batch.num_ahead for seq in batch.sequences]
+        num_pending = len(batch.previous_rows)
+        first = [
+            seq.num_tokens if row < num_pending else seq.num_computed_tokens for row, seq in enumerate(batch.sequences)
+        ]
         width = max((len(ids) for ids in batch.block_ids), default=0)
         tables = np.zeros((len(counts), width), dtype=np.int32)
         for row, block_ids in enumerate(batch.block_ids):
             tables[row, : len(block_ids)] = block_ids
-        token_ids: list[int] = []
-        if batch.previous_rows is not None:
-            token_ids += batch.previous_rows
-        else:
-            for seq, start, count in zip(batch.sequences, first, batch.num_new_tokens, strict=True):
-                token_ids += seq.token_ids[start : start + count]
+        token_ids = list(batch.previous_rows)
+        for seq, start, count in list(zip(batch.sequences, first, batch.num_new_tokens, strict=True))[num_pending:]:
+            token_ids += seq.token_ids[start : start + count]
         return cls(
             num_new_tokens=counts,
             context_lens=np.array(first, dtype=np.int32) + counts,
             token_ids=np.array(token_ids, dtype=np.int32),
             block_tables=tables,
-            is_ahead=batch.previous_rows is not None,
+            num_pending=num_pending,
         )
 
     @property
@@ -78,7 +78,6 @@ class StepPlan:
             context_lens=(self.context_lens[seqs] - missing).astype(np.int32),
             token_ids=self.token_ids[first:end],
             block_tables=self.block_tables[seqs],
-            is_ahead=self.is_ahead,
         )
 
     def rows(self, block_size: int) -> tuple[Words, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -91,16 +90,16 @@ class StepPlan:
         return starts, positions, blocks * block_size + positions % block_size
 
     def pack(self) -> Words:
-        header = [len(self.num_new_tokens), len(self.token_ids), self.block_tables.shape[1], self.is_ahead]
+        header = [len(self.num_new_tokens), len(self.token_ids), self.block_tables.shape[1], self.num_pending]
         parts = (header, self.num_new_tokens, self.context_lens, self.token_ids, self.block_tables.ravel())
         return np.concatenate(parts, dtype=np.int32)
 
     @classmethod
     def unpack(cls, words: Words) -> StepPlan:
-        num_seqs, num_tokens, width, is_ahead = words[:NUM_HEADER_WORDS].tolist()
+        num_seqs, num_tokens, width, num_pending = words[:NUM_HEADER_WORDS].tolist()
         sizes = (num_seqs, num_seqs, num_tokens, num_seqs * width)
         counts, context_lens, token_ids, tables, _ = np.split(words[NUM_HEADER_WORDS:], np.cumsum(sizes))
-        return cls(counts, context_lens, token_ids, tables.reshape(num_seqs, width), bool(is_ahead))
+        return cls(counts, context_lens, token_ids, tables.reshape(num_seqs, width), num_pending)
 
 
 def warm_up_plans(max_tokens: int, max_context: int, block_size: int) -> list[StepPlan]:
@@ -124,7 +123,6 @@ def _warm_up_plan(num_new_tokens: list[int], context_lens: list[int], block_size
         context_lens=np.array(context_lens, dtype=np.int32),
         token_ids=np.zeros(sum(num_new_tokens), dtype=np.int32),
         block_tables=np.zeros((len(context_lens), -(-max(context_lens) // block_size)), dtype=np.int32),
-        is_ahead=False,
     )
 
 

@@ -42,6 +42,11 @@ class Runner:
         return self._graphs is not None
 
     @property
+    def can_mix_ahead(self) -> bool:
+        """Whether such a step may hold prompts as well: expert ranks lay those out among the decodes."""
+        return self.can_run_ahead and self._model.ranks.expert.size == 1
+
+    @property
     def beat_period_s(self) -> float | None:
         """How often `keep_alive` wants to be called while there are no steps; None: never."""
         return self._channel.beat_period_s
@@ -68,7 +73,7 @@ class Runner:
     def forward(self, batch: Batch, previous_token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the batch's new tokens into the cache; returns fp32 logits [num_sequences, vocab].
 
-        previous_token_ids: [rows of the step before] int64 on the device, for a batch with previous_rows
+        previous_token_ids: [rows sampled in the step before] int64 on the device, for a batch with previous_rows
         """
         plan = StepPlan.of(batch)
         self._channel.send(Kind.STEP, plan.pack() if self.beat_period_s else None)
@@ -106,7 +111,6 @@ class Runner:
             context_lens=np.array([3, 9], dtype=np.int32),
             token_ids=np.zeros(6, dtype=np.int32),
             block_tables=np.zeros((2, 1), dtype=np.int32),
-            is_ahead=False,
         )
         self._cache[:, 0] = 0  # what this step reads and writes
         with self._model.ranks.rehearsing():
@@ -123,11 +127,11 @@ class Runner:
         return self._eager(plan, previous_token_ids) if logits is None else logits
 
     def _eager(self, plan: StepPlan, previous_token_ids: torch.Tensor | None) -> torch.Tensor:
-        ranks, num_tokens = self._model.ranks, len(plan.token_ids)
+        ranks = self._model.ranks
         inputs = to_model_input(
             plan, self._cache.shape[2], self._cache.device, part=ranks.expert.rank, num_parts=ranks.expert.size
         )
-        if plan.is_ahead:
+        if plan.num_pending:
             token_ids = inputs.token_ids if inputs.shared is None else inputs.shared.token_ids
-            put_sampled(token_ids[:num_tokens], previous_token_ids, ranks.world)
+            put_sampled(token_ids[: plan.num_pending], previous_token_ids, ranks.world)
         return self._model.forward(inputs, self._cache)

@@ -70,13 +70,13 @@ class Sampler:
         logits = torch.zeros(1, vocab_size, device=device)
         sample(logits, ones, zeros.int(), ones, ones, zeros, zeros, backend=self._backend)
 
-    def launch(self, logits: torch.Tensor, sequences: Seq[Sequence], *, num_ahead: int = 0) -> PendingSample:
+    def launch(self, logits: torch.Tensor, sequences: Seq[Sequence], *, num_pending: int = 0) -> PendingSample:
         """Choose one token per sequence from its row of `logits` [num_sequences, vocab] fp32 (left unchanged).
 
-        num_ahead: tokens of each sequence that the host does not know yet; only rows that `needs_host` says False
-        of can be sampled then.
+        num_pending: of the first sequences, of which the host does not know the last token yet; only those that
+        `needs_host` says False of can be sampled then.
         """
-        token_ids = self._choose(logits, sequences, num_ahead)
+        token_ids = self._choose(logits, sequences, num_pending)
         logprobs = self._logprobs(logits, token_ids, sequences)
         if not token_ids.is_cuda:
             return PendingSample(token_ids, token_ids, None, logprobs)
@@ -86,7 +86,7 @@ class Sampler:
         copied.record()
         return PendingSample(token_ids, host, copied, logprobs, self._timeout_s)
 
-    def _choose(self, logits: torch.Tensor, sequences: Seq[Sequence], num_ahead: int) -> torch.Tensor:
+    def _choose(self, logits: torch.Tensor, sequences: Seq[Sequence], num_pending: int) -> torch.Tensor:
         adjusted = self._adjust(logits, sequences)
         sampling = [seq.sampling for seq in sequences]
         if all(params.is_greedy for params in sampling):
@@ -95,7 +95,10 @@ class Sampler:
             [[params.temperature, params.top_p, params.min_p] for params in sampling], dtype=torch.float32
         ).to(logits.device, non_blocking=True)
         vocab_size = logits.shape[-1]
-        rows = [[min(seq.sampling.top_k or 0, vocab_size), seq.seed, seq.num_tokens + num_ahead] for seq in sequences]
+        rows = [
+            [min(seq.sampling.top_k or 0, vocab_size), seq.seed, seq.num_tokens + (row < num_pending)]
+            for row, seq in enumerate(sequences)
+        ]
         integers = torch.tensor(rows, dtype=torch.int64).to(logits.device, non_blocking=True)
         temperatures, top_ps, min_ps = floats.T.contiguous()
         top_ks, seeds, positions = integers.T.contiguous()

@@ -160,15 +160,14 @@ class Scheduler:
         if count > 0:
             scheduled[seq.request_id] = seq, before + count
 
-    def schedule_ahead(self, batch: Batch) -> Batch | None:
-        """The step after `batch`, which is running: its decodes again, unless they end or something else must happen.
+    def schedule_ahead(self, batch: Batch, *, with_prompts: bool) -> Batch | None:
+        """The step after `batch`, which is running: what it samples tokens of goes on, unless it ends, and prompts that
+        wait begin if `with_prompts`. None: the host must know more first.
 
         A sequence that ends in `batch` on a stop token is computed once too often; that token is discarded.
         """
-        num_seqs = len(batch.sequences)
-        if not num_seqs == len(self._running) == batch.num_decodes == len(batch.samples):
-            return None
-        if self._waiting and len(self._running) < self.limits.max_num_seqs:
+        num_seqs, can_admit = len(batch.sequences), len(self._running) < self.limits.max_num_seqs and self._waiting
+        if not num_seqs == len(self._running) == len(batch.samples) or (can_admit and not with_prompts):
             return None
         rows = [row for row, seq in enumerate(batch.sequences) if seq.num_output_tokens + 1 < seq.sampling.max_tokens]
         sequences = [batch.sequences[row] for row in rows]
@@ -179,8 +178,12 @@ class Scheduler:
             return None
         for seq, count in zip(sequences, missing, strict=True):
             seq.block_ids += self.pool.allocate(count)
-        block_ids = tuple(seq.block_ids for seq in sequences)
-        return Batch(tuple(sequences), (1,) * len(sequences), block_ids, tuple(rows))
+        started: dict[str, tuple[Sequence, int]] = {}
+        if can_admit:
+            num_free = self.limits.max_batched_tokens - len(sequences)
+            self._admit(started, StepBudget(self.limits.prompt_cost, num_free, self._allowance(is_shared=True)), None)
+            self._round_chunks(started)
+        return Batch.of(list(started.values())).after(sequences, rows)
 
     def _reserve(self, seq: Sequence, scheduled: dict[str, tuple[Sequence, int]]) -> bool:
         """Give `seq` blocks for all its tokens, preempting younger sequences; False if it had to give way itself."""

@@ -98,10 +98,10 @@ def answer(engine: Engine, requests: list[GenerateRequest]) -> Answers:
     chunks: dict[str, list[TokenChunk]] = {request.request_id: [] for request in requests}
     launch = engine._sampler.launch
 
-    def recording(rows: torch.Tensor, sequences: list[object], *, num_ahead: int = 0) -> object:
+    def recording(rows: torch.Tensor, sequences: list[object], *, num_pending: int = 0) -> object:
         for row, seq in zip(rows, sequences, strict=True):
             logits[seq.request_id].append(row.clone())  # type: ignore[attr-defined]
-        return launch(rows, sequences, num_ahead=num_ahead)  # type: ignore[arg-type]
+        return launch(rows, sequences, num_pending=num_pending)  # type: ignore[arg-type]
 
     engine._sampler.launch = recording  # type: ignore[assignment, method-assign]
     for request in requests:

@@ -106,37 +106,6 @@ def test_a_cache_for_two_of_six_sequences_serves_all_six_unchanged(engine: Engin
     assert small.stats().num_free_blocks == 5
 
 
-def test_launching_steps_ahead_changes_no_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a device does to hide the host's work, here on CPU: the next step starts before this one is committed."""
-    expected = run(engine, sampled_requests("plain"))
-    ahead = make_engine(cache_blocks=64)
-    monkeypatch.setattr(type(ahead._runner), "can_run_ahead", True)
-    schedule_ahead, num_ahead = ahead._scheduler.schedule_ahead, [0]
-
-    def counted(batch: Batch) -> Batch | None:
-        result = schedule_ahead(batch)
-        num_ahead[0] += result is not None
-        return result
-
-    monkeypatch.setattr(ahead._scheduler, "schedule_ahead", counted)
-    stopping = [greedy("stop", prompt_of(70), 20, stop_token_ids=(tokens_of(expected["plain-63"])[3],))]
-    chunks = run(ahead, sampled_requests("plain"))
-    assert {name: tokens_of(found) for name, found in chunks.items()} == {
-        name: tokens_of(found) for name, found in expected.items()
-    }
-    plain = [
-        GenerateRequest(
-            f"p{length}", prompt_of(length), SamplingParams(max_tokens=9 + length % 5, temperature=0.8, seed=3)
-        )
-        for length in LENGTHS
-    ] + stopping
-    assert {name: tokens_of(found) for name, found in run(ahead, plain).items()} == {
-        name: tokens_of(found) for name, found in run(make_engine(cache_blocks=64), plain).items()
-    }
-    assert num_ahead[0] > 5
-    assert ahead.stats().num_free_blocks == 64
-
-
 def test_a_seed_decides_and_no_seed_varies(engine: Engine) -> None:
     sample: Callable[[str, int | None], list[int]] = lambda name, seed: tokens_of(  # noqa: E731
         run(engine, [greedy(name, prompt_of(20), temperature=1.5, seed=seed)])[name]

@@ -39,7 +39,7 @@ def plan_of(step: dict[int, tuple[int, int]]) -> StepPlan:
     tables = np.arange(NUM_BLOCKS, dtype=np.int32).reshape(4, -1)[:, ::-1]
     tokens = [(31 * seq + 7 * at + 3) % 90 for seq, (count, end) in step.items() for at in range(end - count, end)]
     counts, lens = (np.array(numbers, dtype=np.int32) for numbers in zip(*step.values(), strict=True))
-    return StepPlan(counts, lens, np.array(tokens, dtype=np.int32), tables[list(step)], is_ahead=False)
+    return StepPlan(counts, lens, np.array(tokens, dtype=np.int32), tables[list(step)])
 
 
 def logits_of(rank: int, ranks: Ranks, folder: Path, *, is_absorbed: bool, is_padded: bool) -> torch.Tensor:

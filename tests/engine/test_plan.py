@@ -48,18 +48,22 @@ def test_rows_are_padded_to_the_row_tile(num_tokens: int, rows: int) -> None:
 def assert_same(a: StepPlan, b: StepPlan) -> None:
     for name in ("num_new_tokens", "context_lens", "token_ids", "block_tables"):
         assert np.array_equal(getattr(a, name), getattr(b, name)), name
-    assert a.is_ahead == b.is_ahead
+    assert a.num_pending == b.num_pending
 
 
 def test_a_plan_survives_its_way_in_words() -> None:
     mixed = Batch.of([(sequence(11, 2, [5, 9, 7]), 6), (sequence(5, 4, [3, 1]), 1)])
     ahead = Batch((sequence(5, 4, [3, 1]),), (1,), ([3, 1],), previous_rows=(2,))
-    for batch in (mixed, ahead, Batch((), (), ())):
+    joined = Batch.of([(sequence(9, 0, [6, 8, 2]), 9)]).after(ahead.sequences, ahead.previous_rows)
+    for batch in (mixed, ahead, joined, Batch((), (), ())):
         plan = StepPlan.of(batch)
         padded = np.pad(plan.pack(), (0, 5), constant_values=-7)
         assert_same(StepPlan.unpack(padded), plan)
     assert StepPlan.of(ahead).token_ids.tolist() == [2]
     assert StepPlan.of(ahead).context_lens.tolist() == [6]
+    plan = StepPlan.of(joined)
+    assert plan.num_pending == 1 and plan.context_lens.tolist() == [6, 9]
+    assert plan.token_ids.tolist() == [2, *joined.sequences[1].token_ids]
 
 
 @pytest.mark.parametrize("num_parts", [2, 3, 5])

@@ -348,7 +348,26 @@ def test_no_step_is_launched_ahead_of_a_prompt_cut_to_one_token() -> None:
     scheduler.add(request("long", 20, first=30))
     batch = scheduler.schedule()
     assert batch is not None and work_of(batch)["long"] == 1
-    assert scheduler.schedule_ahead(batch) is None
+    assert scheduler.schedule_ahead(batch, with_prompts=True) is None
+
+
+def test_a_prompt_that_waits_joins_the_step_ahead_only_where_it_may() -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    scheduler.add(request("talking", 5, max_tokens=50))
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.add(request("new", 7, first=30))
+    assert scheduler.schedule_ahead(batch, with_prompts=False) is None
+    ahead = scheduler.schedule_ahead(batch, with_prompts=True)
+    assert ahead is not None and work_of(ahead) == {"talking": 1, "new": 7}
+    assert (ahead.previous_rows, ahead.samples) == ((0,), [0, 1])
+    scheduler.commit(batch, [40], [None])
+    both = scheduler.schedule_ahead(ahead, with_prompts=True)  # the prompt is whole: its first token is on the way, too
+    assert both is not None and work_of(both) == {"talking": 1, "new": 1} and both.previous_rows == (0, 1)
+    scheduler.commit(ahead, [41, 50], [None, None])
+    scheduler.commit(both, [42, 51], [None, None])
+    assert [seq.token_ids[-2:] for seq in scheduler._running] == [[41, 42], [50, 51]]
+    scheduler.check_integrity()
 
 
 def test_aborting_while_the_step_runs_discards_its_token() -> None:

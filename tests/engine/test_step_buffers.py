@@ -23,7 +23,6 @@ def plan_of(counts: list[int], context_lens: list[int]) -> StepPlan:
         context_lens=np.array(context_lens, dtype=np.int32),
         token_ids=np.arange(100, 100 + sum(counts), dtype=np.int32),
         block_tables=tables.astype(np.int32),
-        is_ahead=False,
     )
 
 

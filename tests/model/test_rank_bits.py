@@ -53,7 +53,7 @@ def plan_of(work: tuple[tuple[int, int], ...]) -> StepPlan:
     tables = np.arange(2 * len(work), dtype=np.int32).reshape(-1, 2)
     positions = [range(length - count, length) for count, length in work]
     tokens = [(31 * index + 7 * at + 3) % VOCAB_SIZE for index, span in enumerate(positions) for at in span]
-    return StepPlan(counts, lens, np.array(tokens, dtype=np.int32), tables, is_ahead=False)
+    return StepPlan(counts, lens, np.array(tokens, dtype=np.int32), tables)
 
 
 def run_rank(
