@@ -18,7 +18,11 @@ from app.model.weights import ModelWeights, random_weights
 from app.protocol import GenerateRequest, SamplingParams
 from kernels import invariance
 
-ENGINE_CONFIG = EngineConfig(max_num_seqs=512, max_batched_tokens=16384, max_chunk_tokens=16384, max_waiting_seqs=1024)
+# 132 tiles of 128 queries: with 16 heads, four whole rounds of attention on an H200's 132 multiprocessors.
+STEP_TOKENS = 16_896
+ENGINE_CONFIG = EngineConfig(
+    max_num_seqs=512, max_batched_tokens=STEP_TOKENS, max_chunk_tokens=STEP_TOKENS, max_waiting_seqs=1024
+)
 # Architecture figures of public checkpoints; weights are drawn from N(0, 0.02).
 SHAPES: dict[str, dict[str, object]] = {
     "deepseek-v2-lite": {
