@@ -67,7 +67,7 @@ def add_comparisons(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--threads", type=positive_int, help="torch threads of both sides (default: all CPUs)")
     group.add_argument("--streams", type=edges, default=[1, 8], metavar="N,N,...", help="batch sizes (default: 1,8)")
     group.add_argument("--requests-per-stream", type=positive_int, default=1, metavar="N",
-                       help="of --http, one after the other (default: 1, all at once)")  # fmt: skip
+                       help="of --http, on average, one after the other (default: 1, all at once)")  # fmt: skip
     group.add_argument(
         "--runs", type=positive_int, default=3, help="alternating rounds; medians are shown (default: 3)"
     )

@@ -12,9 +12,9 @@ def gpu_memory_bytes() -> list[int]:
     """By GPU; empty on a machine without them."""
     try:
         done = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
+        return [int(line) * 2**20 for line in done.stdout.split()]
+    except (OSError, ValueError, subprocess.SubprocessError):
         return []
-    return [int(line) * 2**20 for line in done.stdout.split()]
 
 
 def is_freed(now: list[int], before: list[int], slack_bytes: int) -> bool:

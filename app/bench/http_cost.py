@@ -1,14 +1,13 @@
 """What Serve and HTTP cost: streams through the whole path beside the engine alone, same limits, alternating.
 
-Both answer the same number of prompts at a time, with answers of the same lengths. Answers of one length end together,
-so that the engine alone computes all prompts at once and then decodes undisturbed, as no server can: with several
-requests in turn, give lengths that differ.
+Both give answers of the same lengths, so many at a time, the next one when one has ended. Answers of one length end
+together: the engine alone computes all prompts at once and then decodes undisturbed, as no server can. With several
+requests of each stream, give lengths that differ.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import statistics
 import time
@@ -29,6 +28,7 @@ from app.errors import UnavailableError
 
 PROMPT_TOKENS = 64
 WARM_UP_TOKENS = 8
+SETTLE_S = 4.0  # in which the server's idle engines capture what graphs they lack
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class StreamsRun:
     """Streams that start together. Times are seconds since then, of the earliest and the latest stream."""
 
     tokens_per_s: float
-    first_token_s: tuple[float, float]  # of each stream's first request
+    first_token_s: tuple[float, float]  # of each stream's first answer
     ended_s: tuple[float, float]  # of its last one
     client_cpu_share: float  # of one core: this process is the client
 
@@ -80,7 +80,7 @@ def http_cost(
 ) -> HttpCost:
     """Starts a server of `config`, and an engine with its short pool's limits in this process.
 
-    requests_per_stream: one after the other; with one, the rate includes how all of them start at once
+    requests_per_stream: on average; with one, the rate includes how all of them start at once
     Raises LongspanError if the server does not start, UnavailableError if a stream fails.
     """
     pools = pools_config(config)
@@ -89,22 +89,22 @@ def http_cost(
     http_runs: list[StreamsRun] = []
     with engine_beside_server(config, pools) as (engine, server):
 
-        def run_engine(counts: Sequence[Sequence[int]]) -> float:
-            in_turn: list[int] = [count for turn in zip(*counts, strict=True) for count in turn]
+        def run_engine(counts: Sequence[int]) -> float:
             # New random ids each time: neither side finds a prefix cached.
-            prompts = [[rng.randrange(256, 8000) for _ in range(PROMPT_TOKENS)] for _ in in_turn]
+            prompts = [[rng.randrange(256, 8000) for _ in range(PROMPT_TOKENS)] for _ in counts]
             start_s = time.perf_counter()
-            engine.generate(prompts, in_turn, ignore_eos=True, concurrency=streams)  # as the clients ask for
-            return sum(in_turn) / (time.perf_counter() - start_s)
+            engine.generate(prompts, counts, ignore_eos=True, concurrency=streams)  # as the clients ask for
+            return sum(counts) / (time.perf_counter() - start_s)
 
-        def run_http(counts: Sequence[Sequence[int]]) -> StreamsRun:
-            return asyncio.run(run_streams(server.url, counts, seed=rng.randrange(2**32)))
+        def run_http(counts: Sequence[int]) -> StreamsRun:
+            return asyncio.run(run_streams(server.url, streams, counts, seed=rng.randrange(2**32)))
 
-        warm_up = [[WARM_UP_TOKENS]] * streams
+        warm_up = [WARM_UP_TOKENS] * streams
         run_engine(warm_up)
         run_http(warm_up)
+        time.sleep(SETTLE_S)
         for index in range(runs):
-            counts = [[output_tokens.draw(rng) for _ in range(requests_per_stream)] for _ in range(streams)]
+            counts = [output_tokens.draw(rng) for _ in range(streams * requests_per_stream)]
             if index % 2 == 0:
                 engine_rates.append(run_engine(counts))
             http_runs.append(run_http(counts))
@@ -141,29 +141,31 @@ def engine_beside_server(config: Path, pools: PoolsConfig) -> Iterator[tuple[Eng
         server.stop()
 
 
-async def run_streams(url: str, output_tokens: Sequence[Sequence[int]], *, seed: int) -> StreamsRun:
-    """Streams at once, each of requests in turn, for so many tokens each. Raises UnavailableError if one fails."""
+async def run_streams(url: str, streams: int, output_tokens: Sequence[int], *, seed: int) -> StreamsRun:
+    """Answers of so many tokens, `streams` at a time: whose has ended sends the next. Raises UnavailableError if one
+    fails."""
     prompts = PromptMaker(None, stream=True, seed=seed)
-    planned = [[PlannedRequest(0.0, PROMPT_TOKENS, count) for count in counts] for counts in output_tokens]
-    records = [[RequestRecord(request) for request in requests] for requests in planned]
-    bodies = [[prompts.body(request) for request in requests] for requests in planned]
+    records = [RequestRecord(PlannedRequest(0.0, PROMPT_TOKENS, count)) for count in output_tokens]
+    waiting = iter([(record, prompts.body(record.planned)) for record in records])
     async with Client(url, timeout_s=300.0) as client:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
 
-        async def stream(index: int) -> None:
-            for body, record in zip(bodies[index], records[index], strict=True):
+        async def stream() -> float:
+            ended_s = 0.0
+            for record, body in waiting:  # shared by all
                 await client.send(body, record, start_s)
+                ended_s = record.ended_s
+            return ended_s
 
-        await asyncio.gather(*map(stream, range(len(records))))
+        ends = await asyncio.gather(*(stream() for _ in range(streams)))
         elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    for record in itertools.chain(*records):
+    for record in records:
         if record.error is not None or record.output_tokens != record.planned.output_tokens:
             ended = record.error or f"{record.output_tokens} of {record.planned.output_tokens} tokens"
             raise UnavailableError(f"a stream ended with {ended}")
-    firsts = [first.event_times_s[0] for first, *_ in records]
-    ends = [last.ended_s for *_, last in records]
+    firsts = [record.event_times_s[0] for record in records[:streams]]
     return StreamsRun(
-        tokens_per_s=sum(map(sum, output_tokens)) / elapsed_s,
+        tokens_per_s=sum(output_tokens) / elapsed_s,
         first_token_s=(min(firsts), max(firsts)),
         ended_s=(min(ends), max(ends)),
         client_cpu_share=cpu_s / elapsed_s,

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row; then the engine is dead, not unlucky
 IDLE_WAIT_S = 0.01
 # Each stream that wakes takes the interpreter from the engine's thread: the more there are, the more rarely they do.
-MIN_DELIVERY_PERIOD_S, MAX_DELIVERY_PERIOD_S, STREAM_PERIOD_S = 0.02, 0.1, 0.001
+MIN_DELIVERY_PERIOD_S, MAX_DELIVERY_PERIOD_S, STREAM_PERIOD_S = 0.02, 0.05, 0.001
 
 
 @dataclass(frozen=True, slots=True)

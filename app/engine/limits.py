@@ -14,7 +14,8 @@ class Limits:
     max_batched_tokens: int
     max_chunk_tokens: int
     max_waiting_seqs: int
-    chunk_step: int  # tokens: a prompt's chunks longer than that are multiples of it, but for the last
+    # Tokens, ascending: a prompt's chunks, but for the last, are multiples of the largest of these that they reach.
+    chunk_steps: tuple[int, ...]
     max_step_s: float
     prompt_cost: PromptCost
     max_passed_over_s: float  # a request that waited so long is the next to be admitted

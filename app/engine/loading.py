@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 256 * 2**20
 MAX_STEP_S = {"cpu": 0.2, "cuda": 0.11}
 ATTENTION_TILE = 128  # prompt tokens that one multiprocessor attends for one head at a time
+WHOLE_ROUNDS = 4  # of smaller chunks cutting to whole ones would leave too little
 CUDA_CACHE_SHARE = 0.9  # of the memory free after the weights are loaded
 
 
@@ -127,7 +129,7 @@ def build_engine(model: Transformer, config: EngineConfig, *, version: str) -> E
 def build_runner(model: Transformer, config: EngineConfig) -> tuple[Runner, CacheLayout]:
     """What runs steps on this rank; every rank makes one, with as many cache blocks as each of them has room for."""
     device, ranks = model.device, model.ranks
-    if device.type == "cuda":
+    if device.type == "cuda" and ranks.world.size == 1:  # NCCL in graphs takes a buffer for one piece of memory
         # Steps want memory of ever other sizes: segments that grow leave no gaps, and none must be returned on the way.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     layout = _cache_layout(config, model.config, device, model.dtype)
@@ -203,12 +205,14 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def _chunk_step(model: ModelConfig, device: torch.device) -> int:
-    """Tokens whose attention keeps every multiprocessor at work once."""
+def _chunk_steps(model: ModelConfig, device: torch.device) -> tuple[int, ...]:
+    """Tokens whose attention keeps most multiprocessors at work once, and all of them to the end."""
     if device.type == "cpu":
-        return 1
+        return (1,)
     num_multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return ATTENTION_TILE * max(1, num_multiprocessors // model.num_heads)
+    most = ATTENTION_TILE * max(1, num_multiprocessors // model.num_heads)
+    whole = ATTENTION_TILE * num_multiprocessors // math.gcd(num_multiprocessors, model.num_heads)
+    return most, WHOLE_ROUNDS * whole
 
 
 def _limits(config: EngineConfig, transformer: Transformer) -> Limits:
@@ -227,7 +231,7 @@ def _limits(config: EngineConfig, transformer: Transformer) -> Limits:
         max_batched_tokens=config.max_batched_tokens,
         max_chunk_tokens=min(config.max_chunk_tokens, config.max_batched_tokens),
         max_waiting_seqs=config.max_waiting_seqs,
-        chunk_step=_chunk_step(model, device),
+        chunk_steps=_chunk_steps(model, device),
         max_step_s=config.max_step_s or MAX_STEP_S[device.type],
         prompt_cost=PromptCost.of_model(model, absorbed=transformer.absorbed_prefill),
         max_passed_over_s=config.max_passed_over_s,

@@ -102,9 +102,10 @@ class StepPlan:
         return cls(counts, context_lens, token_ids, tables.reshape(num_seqs, width), num_pending)
 
 
-def warm_up_plans(max_tokens: int, max_context: int, block_size: int) -> list[StepPlan]:
+def warm_up_plans(max_tokens: int, max_context: int, block_size: int, *, num_parts: int = 1) -> list[StepPlan]:
     """Decodes and prompts of every size that kernels tell apart, up to `max_tokens` together, the largest first, which
-    also attends to `max_context` tokens; all in block 0, which nobody reads yet.
+    also attends to `max_context` tokens, as the last one does in each of several parts; all in block 0, which nobody
+    reads yet.
     """
     chunk = max(1, min(max_tokens - 1, LONG_CHUNK))
     counts = [1, chunk] + ([max_tokens - 1 - chunk] if max_tokens - 1 > chunk else [])
@@ -114,6 +115,9 @@ def warm_up_plans(max_tokens: int, max_context: int, block_size: int) -> list[St
         counts = [1] * num_decodes + [num_tokens - num_decodes]
         plans.append(_warm_up_plan(counts, counts, block_size))
         num_decodes, num_tokens = 2 * num_decodes, 4 * num_tokens
+    if num_parts > 1:
+        counts = [num_parts * max(2, min(max_tokens // num_parts, LONG_CHUNK))]
+        plans.append(_warm_up_plan(counts, [max(max_context, *counts)], block_size))
     return plans
 
 

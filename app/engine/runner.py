@@ -56,7 +56,7 @@ class Runner:
         self._channel.keep_alive()
 
     def warm_up(self) -> None:
-        """On CUDA, run every kind of step once: its kernels are compiled and the memory of the largest set aside."""
+        """On CUDA, run every kind of step once: its kernels are compiled, and the largest fits or fails now."""
         if self._graphs is not None:
             self._channel.send(Kind.WARM_UP)
             self._warm_up(self._graphs)
@@ -119,7 +119,8 @@ class Runner:
 
     def _warm_up(self, graphs: StepGraphs) -> None:
         graphs.capture_largest()
-        for plan in warm_up_plans(graphs.max_step_tokens, graphs.max_model_len, self._cache.shape[2]):
+        block_size, num_parts = self._cache.shape[2], self._model.ranks.expert.size
+        for plan in warm_up_plans(graphs.max_step_tokens, graphs.max_model_len, block_size, num_parts=num_parts):
             self._eager(plan, None)
 
     def _run(self, plan: StepPlan, previous_token_ids: torch.Tensor | None) -> torch.Tensor:

@@ -145,9 +145,9 @@ class Scheduler:
 
     def _round_chunks(self, scheduled: dict[str, tuple[Sequence, int]]) -> None:
         """Cut chunks to whole rounds of attention: all of a device takes as long for a little more as for a round."""
-        step = self.limits.chunk_step
         for request_id, (seq, count) in scheduled.items():
-            if step < count < seq.num_new_tokens:
+            step = max((step for step in self.limits.chunk_steps if step <= count), default=1)
+            if count < seq.num_new_tokens:
                 scheduled[request_id] = seq, count - count % step
 
     def _take(
@@ -167,7 +167,9 @@ class Scheduler:
         A sequence that ends in `batch` on a stop token is computed once too often; that token is discarded.
         """
         num_seqs, can_admit = len(batch.sequences), len(self._running) < self.limits.max_num_seqs and self._waiting
-        if not num_seqs == len(self._running) == len(batch.samples) or (can_admit and not with_prompts):
+        if not num_seqs == len(self._running) == len(batch.samples):
+            return None
+        if can_admit and (not with_prompts or any(map(needs_host, self._waiting[:MAX_CANDIDATES]))):
             return None
         rows = [row for row, seq in enumerate(batch.sequences) if seq.num_output_tokens + 1 < seq.sampling.max_tokens]
         sequences = [batch.sequences[row] for row in rows]

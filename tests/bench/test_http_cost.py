@@ -14,7 +14,7 @@ from tests.bench.sse_server import SseServer, serving
 def streams(server: SseServer) -> StreamsRun:
     async def run() -> StreamsRun:
         async with serving(server):
-            return await run_streams(server.url, [[5, 3], [4, 4], [6, 2], [5, 3]], seed=0)
+            return await run_streams(server.url, 4, [5, 4, 6, 5, 3, 4, 2, 3], seed=0)
 
     return asyncio.run(run())
 

@@ -9,6 +9,7 @@ from app.engine.batch import Batch
 from app.engine.engine import Engine
 from app.engine.loading import load_engine
 from app.engine.runner import Runner
+from app.engine.sampler import needs_host
 from app.protocol import GenerateRequest, SamplingParams
 from tests.engine.test_engine import LENGTHS, greedy, make_engine, prompt_of, run, sampled_requests, tokens_of
 
@@ -80,6 +81,8 @@ def test_prompts_that_arrive_join_a_step_ahead_and_no_token_changes(ahead: Engin
     assert arriving(ahead, requests) == arriving(make_engine(cache_blocks=64), requests)
     with_prompts = [batch for batch in batches if len(batch.previous_rows) < len(batch.sequences)]
     assert len(with_prompts) >= 3
+    # Sampling for these waits for the device, and with it whatever else the engine's thread has to do.
+    assert not any(needs_host(seq) for batch in batches for seq in batch.sequences)
     assert ahead.stats().num_free_blocks == 64
 
 

@@ -105,6 +105,16 @@ def test_warm_up_steps_are_ones_that_the_model_can_run() -> None:
         assert inputs.slots.max() < 64 and inputs.positions.max() == plan.context_lens.max() - 1
 
 
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_every_part_warms_up_on_the_longest_context(num_parts: int) -> None:
+    *_, plan = warm_up_plans(8192, 131_072, 64, num_parts=num_parts)
+    size = len(plan.token_ids) // num_parts
+    parts = [plan.cut(part * size, (part + 1) * size) for part in range(num_parts)]
+    assert [part.num_new_tokens.tolist() for part in parts] == [[LONG_CHUNK]] * num_parts
+    assert parts[0].context_lens.tolist() == [131_072 - (num_parts - 1) * LONG_CHUNK]
+    assert parts[-1].context_lens.tolist() == [131_072]
+
+
 def test_the_first_warm_up_step_reaches_both_limits_however_small() -> None:
     for max_tokens, max_context in ((1, 1), (5, 4), (200, 4096), (1025, 1025), (1026, 1026), (4096, 2048)):
         plan, *_ = warm_up_plans(max_tokens, max_context, 64)

@@ -25,7 +25,7 @@ BLOCK = 4
 def make_scheduler(num_blocks: int = 64, **limits: float) -> Scheduler:
     defaults = Limits(
         max_model_len=200, max_num_seqs=8, max_batched_tokens=32, max_chunk_tokens=8, max_waiting_seqs=100,
-        chunk_step=1, max_step_s=1e9, prompt_cost=PromptCost(1e12, 0.0),
+        chunk_steps=(1,), max_step_s=1e9, prompt_cost=PromptCost(1e12, 0.0),
         max_passed_over_s=1e9, prefix_caching=True, vocab_size=50,
         eos_token_ids=frozenset({1}),
     )  # fmt: skip
@@ -102,12 +102,19 @@ def test_prompts_of_one_length_are_computed_one_after_the_other() -> None:
 
 
 def test_chunks_are_cut_to_whole_rounds_but_for_the_last() -> None:
-    scheduler = make_scheduler(num_blocks=64, max_batched_tokens=30, max_chunk_tokens=30, chunk_step=8)
+    scheduler = make_scheduler(num_blocks=64, max_batched_tokens=30, max_chunk_tokens=30, chunk_steps=(8,))
     scheduler.add(request("long", 60, first=3))
     scheduler.add(request("short", 5, first=20))
     assert work_of(run_step(scheduler)[0]) == {"long": 24}
     assert work_of(run_step(scheduler)[0]) == {"long": 24, "short": 5}
     assert work_of(run_step(scheduler)[0]) == {"short": 1, "long": 12}
+
+
+def test_long_chunks_are_cut_to_the_largest_round_that_they_reach() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_batched_tokens=30, max_chunk_tokens=30, chunk_steps=(8, 20))
+    scheduler.add(request("long", 70, first=3))
+    scheduler.add(request("short", 5, first=20))
+    assert [work_of(run_step(scheduler)[0])["long"] for _ in range(4)] == [20, 20, 20, 10]
 
 
 def test_steps_are_longer_where_many_wait() -> None:

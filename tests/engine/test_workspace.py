@@ -14,7 +14,7 @@ from kernels import invariance
 
 LIMITS = Limits(
     max_model_len=131072, max_num_seqs=256, max_batched_tokens=8192, max_chunk_tokens=8192, max_waiting_seqs=64,
-    chunk_step=1, max_step_s=0.1, prompt_cost=PromptCost(1e12, 0.0), max_passed_over_s=30.0,
+    chunk_steps=(1,), max_step_s=0.1, prompt_cost=PromptCost(1e12, 0.0), max_passed_over_s=30.0,
     prefix_caching=True, vocab_size=102400,
     eos_token_ids=frozenset(),
 )  # fmt: skip
