@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,3 +23,13 @@ if not torch.cuda.is_available():
 def _same_random_numbers() -> None:
     """Whatever ran before."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def invariant() -> Iterator[None]:
+    """As an engine with `batch_invariant` on CUDA asks of the kernels."""
+    from kernels import invariance  # not before the interpreter is chosen
+
+    invariance.require(True)
+    yield
+    invariance.require(False)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from kernels import invariance
 from kernels.fixed_linear import linear_fixed
 from kernels.fused_experts import fused_experts
 from kernels.head_projection import project_heads
@@ -20,11 +17,7 @@ BLOCK_SIZE, RANK, ROPE = 64, 32, 16
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(autouse=True)
-def required() -> Iterator[None]:
-    invariance.require(True)
-    yield
-    invariance.require(False)
+pytestmark = pytest.mark.usefixtures("invariant")
 
 
 @pytest.fixture(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from kernels import invariance
 from kernels.fixed_linear import linear_fixed
 from kernels.fused_experts import fused_experts
 from kernels.head_projection import project_heads
@@ -27,11 +24,7 @@ EXPERT_SHAPES = [(7, 20, 24, 3, 2), (19, 36, 40, 4, 3)]
 SERVED = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def required() -> Iterator[None]:
-    invariance.require(True)
-    yield
-    invariance.require(False)
+pytestmark = pytest.mark.usefixtures("invariant")
 
 
 @pytest.fixture(params=[*TRITON_ON_CPU, pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from app.model.parallel import Ranks
 from app.model.sharding import Shard
 from app.model.transformer import Transformer
 from app.model.weights import load_weights
-from kernels import invariance
 from tests.checkpoints import VOCAB_SIZE, save_random_checkpoint
 from tests.model.local_ranks import run_ranks
 
@@ -27,11 +25,7 @@ NUM_BLOCKS, BLOCK_SIZE = 4, 64
 STEPS = (((1, 1), (11, 11)), ((1, 2), (1, 12)))
 
 
-@pytest.fixture(autouse=True)
-def required() -> Iterator[None]:
-    invariance.require(True)
-    yield
-    invariance.require(False)
+pytestmark = pytest.mark.usefixtures("invariant")
 
 
 @pytest.fixture(
