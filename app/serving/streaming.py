@@ -11,9 +11,11 @@ leave by that, one item per window. The request's own stream then stays open, si
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 from app.errors import EngineError, LongspanError, UnavailableError
@@ -84,24 +86,32 @@ class TextStream:
 
 
 class Collector:
-    """Chunks that wait to leave: the first batch at once, later ones a window apart, a sequence's end at once."""
+    """Chunks that wait to leave. First tokens leave at once, later ones a window apart, a sequence's end at once.
 
-    def __init__(self, pacer: Pacer) -> None:
-        self._pacer = pacer
-        self._chunks: dict[str, TokenChunk] = {}
+    In parts, if asked for: the router spends a millisecond on each sequence, and what comes for a new request must not
+    wait until it is through with all of them. So each part of a window takes those that have waited longest.
+    """
+
+    def __init__(self, pacer: Pacer, *, in_parts: bool = False) -> None:
+        self._pacer, self._in_parts = pacer, in_parts
+        self._chunks: dict[str, TokenChunk] = {}  # longest waiting first
+        self._ended: list[str] = []
+        self._is_flushing = False
         self._wake = asyncio.Event()
         self._urgent = asyncio.Event()
-        self._next_batch_s = 0.0
+        self._next_s = 0.0
 
     def add(self, chunk: TokenChunk) -> None:
         earlier = self._chunks.get(chunk.request_id)
         self._chunks[chunk.request_id] = chunk if earlier is None else join_chunks([earlier, chunk])
         self._wake.set()
         if chunk.finish_reason is not None:
+            self._ended.append(chunk.request_id)
             self._urgent.set()
 
     def flush(self) -> None:
-        """Let a waiting `batch` return now, even with nothing."""
+        """Let `batch` return all there is now, even nothing."""
+        self._is_flushing = True
         self._wake.set()
         self._urgent.set()
 
@@ -109,22 +119,31 @@ class Collector:
     def is_empty(self) -> bool:
         return not self._chunks
 
-    def take(self) -> tuple[TokenChunk, ...]:
-        batch = tuple(self._chunks.values())
-        self._chunks.clear()
-        self._wake.clear()
-        self._urgent.clear()
-        return batch
-
     async def batch(self) -> tuple[TokenChunk, ...]:
-        """Wait for the next batch."""
+        """Wait for what is to leave next."""
         loop = asyncio.get_running_loop()
         await self._wake.wait()
-        delay_s = self._next_batch_s - loop.time()
+        delay_s = self._next_s - loop.time()
         if delay_s > 0.0:
             await _wait_at_most(self._urgent, delay_s)
-        self._next_batch_s = loop.time() + self._pacer.window_s
-        return self.take()
+        if self._is_flushing:
+            return self.take()
+        num_due = 0
+        if loop.time() >= self._next_s:
+            part = MIN_WINDOW_S / self._pacer.window_s if self._in_parts else 1.0
+            num_due = math.ceil(part * len(self._chunks))
+            self._next_s = loop.time() + part * self._pacer.window_s
+        return self.take(num_due)
+
+    def take(self, num_due: int | None = None) -> tuple[TokenChunk, ...]:
+        """The chunks of sequences that have ended, and of so many others; None: of all."""
+        names = dict.fromkeys((*self._ended, *islice(self._chunks, num_due)))
+        batch = tuple(self._chunks.pop(name) for name in names)
+        self._ended.clear()
+        self._urgent.clear()
+        if not self._chunks:
+            self._wake.clear()
+        return batch
 
 
 async def _wait_at_most(event: asyncio.Event, delay_s: float) -> bool:
@@ -141,7 +160,7 @@ class Channel:
 
     def __init__(self, channel_id: str, pacer: Pacer) -> None:
         self.channel_id = channel_id
-        self.collector = Collector(pacer)
+        self.collector = Collector(pacer, in_parts=True)
         self.groups: set[SequenceGroup] = set()
         self.is_open = True
 
@@ -201,7 +220,7 @@ class SequenceGroup:
                 if channel is not None:
                     channel.groups.add(self)
                     self._target = channel.collector
-                    yield StreamItem(chunks, channel.channel_id)
+                    yield StreamItem(chunks + self._own.take(), channel.channel_id)
                 elif chunks:
                     yield StreamItem(chunks)
             await self._ended.wait()

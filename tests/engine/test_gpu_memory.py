@@ -52,12 +52,12 @@ def test_no_memory_grows_over_many_steps_of_every_kind() -> None:
 @pytest.fixture
 def engine_in_little_memory() -> Iterator[Engine]:
     """DeepSeek-V2-Lite's shape on a card of which most is taken; its cache gets 90% of the rest, as by default."""
+    gc.collect()  # the parts of an earlier engine refer to each other
+    torch.cuda.empty_cache()
     ballast = torch.empty(torch.cuda.mem_get_info()[0] - 34 * 2**30 - FREE_BYTES, dtype=torch.uint8, device="cuda")
     config = EngineConfig(max_num_seqs=128, max_batched_tokens=8192, max_chunk_tokens=8192, prefix_caching=False)
     yield random_engine(shape_config("deepseek-v2-lite"), config)
     del ballast
-    gc.collect()  # the engine's parts refer to each other
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -76,3 +76,17 @@ async def test_an_idle_channel_ends_and_a_used_one_does_not(monkeypatch: pytest.
     assert not waiting.done() and channel.is_open
     channel.groups.clear()
     assert await waiting is None and not channel.is_open
+
+
+@pytest.mark.asyncio
+async def test_an_end_that_moves_to_a_channel_leaves_no_tokens_of_the_others_behind() -> None:
+    pacer = Pacer()
+    pacer.num_streams = 1000  # a long window: much of "a" waits when "b" ends
+    engine, channel = ScriptedEngine(delay_s=0.002), Channel("c", pacer)
+    group = SequenceGroup([request("a"), request("b", "Short.")], TOKENIZER, pacer)
+    items: list[StreamItem] = []
+    async for item in group.run(engine, lambda: channel if "b" not in engine.running else None):
+        items.append(item)
+    assert items[-1].moved_to == "c"
+    joined = join_all([item.chunks for item in items] + [channel.collector.take()])
+    assert joined["a"].text == TEXT and joined["b"].text == "Short."

@@ -12,7 +12,7 @@ import pytest
 from app.errors import EngineError, OverloadedError
 from app.protocol import GenerateRequest, TokenChunk, join_chunks
 from app.serving import streaming
-from app.serving.streaming import MAX_WINDOW_S, MIN_WINDOW_S, Pacer, TextStream
+from app.serving.streaming import MAX_WINDOW_S, MIN_WINDOW_S, Collector, Pacer, TextStream
 from tests.serving.scripted import TEXT, TOKENIZER, ScriptedEngine, join_all, request, run
 
 
@@ -158,3 +158,24 @@ def test_window_grows_with_streams_up_to_a_bound() -> None:
     assert pacer.window_s == pytest.approx(0.05)
     pacer.num_streams = 1000
     assert pacer.window_s == MAX_WINDOW_S
+
+
+@pytest.mark.asyncio
+async def test_many_sequences_leave_in_parts_each_once_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes for a new request waits behind a part, not behind all of them, and an end takes only itself along."""
+    monkeypatch.setattr(streaming, "MIN_WINDOW_S", 0.05)  # parts of 1/4: a window is 0.2 s
+    pacer = Pacer()
+    pacer.num_streams = 40
+    collector = Collector(pacer, in_parts=True)
+    for index in range(40):
+        collector.add(TokenChunk(f"s{index}", (1,)))
+    parts = [await collector.batch()]
+    collector.add(TokenChunk("s0", (2,)))  # back in the queue, behind those that have not left yet
+    collector.add(TokenChunk("s39", (2,), finish_reason="length"))
+    ended = await collector.batch()
+    assert [(chunk.request_id, chunk.token_ids) for chunk in ended] == [("s39", (1, 2))]
+    while not collector.is_empty:
+        parts.append(await collector.batch())
+    assert max(map(len, parts)) == 10
+    names = [chunk.request_id for part in parts for chunk in part]
+    assert names == [f"s{index}" for index in range(39)] + ["s0"]
