@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row; then the engine is dead, not unlucky
 IDLE_WAIT_S = 0.01
 # Each stream that wakes takes the interpreter from the engine's thread: the more there are, the more rarely they do.
-MIN_DELIVERY_PERIOD_S, MAX_DELIVERY_PERIOD_S, STREAM_PERIOD_S = 0.02, 0.05, 0.001
+MIN_DELIVERY_PERIOD_S, MAX_DELIVERY_PERIOD_S, STREAM_PERIOD_S = 0.02, 0.1, 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class _Launched:
     batch: Batch
     sample: PendingSample
     start_s: float
+    previous: PendingSample | None = None  # that of the step it was launched ahead of
 
 
 class Engine:
@@ -55,8 +56,8 @@ class Engine:
         self._runner = runner
         self._sampler = sampler
         self._streams: dict[str, _Stream] = {}
-        self._undelivered: dict[str, list[TokenChunk]] = {}  # by request
-        self._next_delivery_s = 0.0
+        # By request, longest waiting first: since when, and what.
+        self._undelivered: dict[str, tuple[float, list[TokenChunk]]] = {}
         self._changed = threading.Condition()  # its lock guards the scheduler and the streams
         self._launched: _Launched | None = None
         self._batch = Batch((), (), ())  # the one launched last
@@ -83,11 +84,16 @@ class Engine:
         self._launched = self._launch_ahead(launched)
         sampled = launched.sample.wait()
         with self._changed:
-            # A step launched ahead began when the one before ended.
-            start_s = max(launched.start_s, self._last_progress_s)
+            self._scheduler.record_step_time(launched.batch, self._step_s(launched))
             self._last_progress_s = time.monotonic()
-            self._scheduler.record_step_time(launched.batch, self._last_progress_s - start_s)
             return self._scheduler.commit(launched.batch, sampled.token_ids, sampled.logprobs)
+
+    def _step_s(self, launched: _Launched) -> float:
+        """How long a step took that has just ended: one launched ahead began when the one before ended."""
+        step_s = launched.sample.seconds_after(launched.previous) if launched.previous else None
+        if step_s is None:
+            step_s = time.monotonic() - max(launched.start_s, self._last_progress_s)
+        return step_s
 
     def _launch_next(self) -> _Launched | None:
         with self._changed:
@@ -104,18 +110,18 @@ class Engine:
             return None
         with self._changed:
             batch = self._scheduler.schedule_ahead(launched.batch, with_prompts=self._runner.can_mix_ahead)
-        return self._launch(batch, launched.sample.token_ids) if batch else None
+        return self._launch(batch, launched.sample) if batch else None
 
-    def _launch(self, batch: Batch, previous_token_ids: torch.Tensor | None = None) -> _Launched:
+    def _launch(self, batch: Batch, previous: PendingSample | None = None) -> _Launched:
         self._batch = batch
         start_s = time.monotonic()
-        logits = self._runner.forward(batch, previous_token_ids)
+        logits = self._runner.forward(batch, previous.token_ids if previous else None)
         rows = batch.samples
         if len(rows) < len(batch.sequences):
             logits = _select_rows(logits, rows)
         sequences = [batch.sequences[row] for row in rows]
         sample = self._sampler.launch(logits, sequences, num_pending=len(batch.previous_rows))
-        return _Launched(batch, sample, start_s)
+        return _Launched(batch, sample, start_s, previous)
 
     def _run(self) -> None:
         failures = 0
@@ -163,20 +169,19 @@ class Engine:
         self._deliver([chunk for chunk in chunks if chunk])
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
-        """Hand chunks to their streams: first and last ones at once, those between now and then, as one."""
+        """Hand chunks to their streams: first and last ones at once, those between after a while, as one."""
         per_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, list[TokenChunk]]]] = defaultdict(list)
         now = time.monotonic()
         with self._changed:
             for chunk in chunks:
-                self._undelivered.setdefault(chunk.request_id, []).append(chunk)
-            due = [chunk.request_id for chunk in chunks if _is_urgent(chunk)]
-            if now >= self._next_delivery_s:
-                due = list(self._undelivered)
-                period_s = STREAM_PERIOD_S * len(self._streams)
-                self._next_delivery_s = now + min(MAX_DELIVERY_PERIOD_S, max(MIN_DELIVERY_PERIOD_S, period_s))
-            for request_id in due:
-                parts, stream = self._undelivered.pop(request_id, []), self._streams.get(request_id)
-                if parts and stream:
+                self._undelivered.setdefault(chunk.request_id, (now, []))[1].append(chunk)
+            period_s = STREAM_PERIOD_S * len(self._streams)
+            due_s = now - min(MAX_DELIVERY_PERIOD_S, max(MIN_DELIVERY_PERIOD_S, period_s))
+            due = [request_id for request_id, (since_s, _) in self._undelivered.items() if since_s <= due_s]
+            for request_id in dict.fromkeys([*due, *(chunk.request_id for chunk in chunks if _is_urgent(chunk))]):
+                _, parts = self._undelivered.pop(request_id)
+                stream = self._streams.get(request_id)
+                if stream:
                     per_loop[stream.loop].append((stream, parts))
         for loop, pairs in per_loop.items():
             if not loop.is_closed():

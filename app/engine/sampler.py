@@ -42,6 +42,16 @@ class PendingSample:
             _wait_for(self.copied, self.timeout_s)
         return Sampled(self.host_token_ids.tolist(), self.logprobs)
 
+    def seconds_after(self, previous: PendingSample) -> float | None:
+        """From the end of `previous` to the end of this one, by the device's clock; None without one. Both have ended.
+
+        The host may notice late that a step has ended: it launches the next one meanwhile.
+        """
+        if self.copied is None or previous.copied is None:
+            return None
+        milliseconds: float = previous.copied.elapsed_time(self.copied)
+        return milliseconds / 1e3
+
 
 def _wait_for(event: torch.cuda.Event, timeout_s: float) -> None:
     if math.isinf(timeout_s):
@@ -82,7 +92,7 @@ class Sampler:
             return PendingSample(token_ids, token_ids, None, logprobs)
         host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
         host.copy_(token_ids, non_blocking=True)
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event(enable_timing=True)
         copied.record()
         return PendingSample(token_ids, host, copied, logprobs, self._timeout_s)
 

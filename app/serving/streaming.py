@@ -89,7 +89,7 @@ class Collector:
     """Chunks that wait to leave. First tokens leave at once, later ones a window apart, a sequence's end at once.
 
     In parts, if asked for: the router spends a millisecond on each sequence, and what comes for a new request must not
-    wait until it is through with all of them. So each part of a window takes those that have waited longest.
+    wait until it is through with all of them. So each part of a window takes as many, those that have waited longest.
     """
 
     def __init__(self, pacer: Pacer, *, in_parts: bool = False) -> None:
@@ -131,7 +131,7 @@ class Collector:
         num_due = 0
         if loop.time() >= self._next_s:
             part = MIN_WINDOW_S / self._pacer.window_s if self._in_parts else 1.0
-            num_due = math.ceil(part * len(self._chunks))
+            num_due = math.ceil(part * max(self._pacer.num_streams, len(self._chunks)))
             self._next_s = loop.time() + part * self._pacer.window_s
         return self.take(num_due)
 

@@ -1,12 +1,13 @@
-"""Which streams wake when: those that begin or end at once, the others together, a period apart."""
+"""Which streams wake when: those that begin or end at once, the others a period after their first token that waits."""
 
 from __future__ import annotations
 
 import asyncio
-import math
+
+import pytest
 
 from app.config import EngineConfig, ModelSource
-from app.engine.engine import Engine, _Stream
+from app.engine.engine import MAX_DELIVERY_PERIOD_S, MIN_DELIVERY_PERIOD_S, Engine, _Stream
 from app.engine.loading import load_engine
 from app.protocol import TokenChunk
 
@@ -22,13 +23,20 @@ async def received(streams: dict[str, _Stream]) -> dict[str, list[tuple[int, ...
             for name, stream in streams.items() if stream.queue.qsize()}  # fmt: skip
 
 
-def test_one_stream_that_begins_or_ends_does_not_wake_the_others() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the engine takes for the time: seconds, in its only entry."""
+    now_s = [100.0]
+    monkeypatch.setattr("app.engine.engine.time.monotonic", lambda: now_s[0])
+    return now_s
+
+
+def test_one_stream_that_begins_or_ends_does_not_wake_the_others(clock: list[float]) -> None:
     engine = load_engine(ModelSource(), EngineConfig(cache_blocks=4))
 
     async def go(engine: Engine) -> None:
         streams = {name: _Stream(asyncio.get_running_loop(), asyncio.Queue()) for name in "ab"}
         engine._streams.update(streams)
-        engine._next_delivery_s = math.inf
         engine._deliver([chunk("a", 1), chunk("gone", 2)])
         assert await received(streams) == {"a": [(1,)]}
         engine._deliver([chunk("a", 2), chunk("b", 1)])
@@ -36,9 +44,29 @@ def test_one_stream_that_begins_or_ends_does_not_wake_the_others() -> None:
         assert await received(streams) == {"b": [(1,)]}
         engine._deliver([chunk("a", 4, finish_reason="length"), chunk("b", 3)])
         assert await received(streams) == {"a": [(2, 3, 4)]}
-        engine._next_delivery_s = 0.0
+        clock[0] += MIN_DELIVERY_PERIOD_S
         engine._deliver([chunk("b", 4)])
         assert await received(streams) == {"b": [(2, 3, 4)]}
         assert not engine._undelivered
+
+    asyncio.run(go(engine))
+
+
+def test_a_token_waits_a_period_and_each_stream_has_its_own(clock: list[float]) -> None:
+    engine = load_engine(ModelSource(), EngineConfig(cache_blocks=4))
+
+    async def go(engine: Engine) -> None:
+        streams = {f"s{index}": _Stream(asyncio.get_running_loop(), asyncio.Queue()) for index in range(1000)}
+        engine._streams.update(streams)
+        engine._deliver([chunk("s0", 2)])
+        clock[0] += MAX_DELIVERY_PERIOD_S / 2
+        engine._deliver([chunk("s0", 3), chunk("s1", 2)])
+        assert await received(streams) == {}
+        clock[0] += MAX_DELIVERY_PERIOD_S / 2
+        engine._deliver([])
+        assert await received(streams) == {"s0": [(2, 3)]}
+        clock[0] += MAX_DELIVERY_PERIOD_S / 2
+        engine._deliver([])
+        assert await received(streams) == {"s1": [(2,)]}
 
     asyncio.run(go(engine))

@@ -9,7 +9,7 @@ from app.engine.batch import Batch
 from app.engine.engine import Engine
 from app.engine.loading import load_engine
 from app.engine.runner import Runner
-from app.engine.sampler import needs_host
+from app.engine.sampler import PendingSample, needs_host
 from app.protocol import GenerateRequest, SamplingParams
 from tests.engine.test_engine import LENGTHS, greedy, make_engine, prompt_of, run, sampled_requests, tokens_of
 
@@ -113,3 +113,12 @@ def test_prompts_in_steps_ahead_change_no_token_on_cuda() -> None:
     mixed, unmixed = (load_engine(ModelSource(), config) for _ in range(2))
     unmixed._runner.__class__ = UnmixedRunner
     assert arriving(mixed, requests) == arriving(unmixed, requests)
+
+
+def test_a_step_launched_ahead_is_timed_by_the_device(ahead: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is late to notice that a step has ended while it launches the next one, and takes that for shorter."""
+    times: list[float] = []
+    monkeypatch.setattr(PendingSample, "seconds_after", lambda _self, _previous: 7.0)
+    monkeypatch.setattr(ahead._scheduler, "record_step_time", lambda _batch, step_s: times.append(step_s))
+    run(ahead, [greedy("a", prompt_of(5), 4)])
+    assert times[0] < 7.0 and times[1:] == [7.0] * 3
