@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -30,12 +30,14 @@ IDLE_WAIT_S = 0.01
 MIN_DELIVERY_PERIOD_S, MAX_DELIVERY_PERIOD_S, STREAM_PERIOD_S = 0.02, 0.1, 0.001
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Stream:
     """Where a sequence's chunks go: a queue that belongs to the caller's event loop."""
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[TokenChunk]
+    next_delivery_s: float = 0.0
+    undelivered: list[TokenChunk] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,6 @@ class Engine:
         self._runner = runner
         self._sampler = sampler
         self._streams: dict[str, _Stream] = {}
-        # By request, longest waiting first: since when, and what.
-        self._undelivered: dict[str, tuple[float, list[TokenChunk]]] = {}
         self._changed = threading.Condition()  # its lock guards the scheduler and the streams
         self._launched: _Launched | None = None
         self._batch = Batch((), (), ())  # the one launched last
@@ -169,20 +169,21 @@ class Engine:
         self._deliver([chunk for chunk in chunks if chunk])
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:
-        """Hand chunks to their streams: first and last ones at once, those between after a while, as one."""
+        """Hand chunks to their streams: first and last ones at once, those between a period apart, as one."""
         per_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, list[TokenChunk]]]] = defaultdict(list)
         now = time.monotonic()
         with self._changed:
+            period_s = min(MAX_DELIVERY_PERIOD_S, max(MIN_DELIVERY_PERIOD_S, STREAM_PERIOD_S * len(self._streams)))
             for chunk in chunks:
-                self._undelivered.setdefault(chunk.request_id, (now, []))[1].append(chunk)
-            period_s = STREAM_PERIOD_S * len(self._streams)
-            due_s = now - min(MAX_DELIVERY_PERIOD_S, max(MIN_DELIVERY_PERIOD_S, period_s))
-            due = [request_id for request_id, (since_s, _) in self._undelivered.items() if since_s <= due_s]
-            for request_id in dict.fromkeys([*due, *(chunk.request_id for chunk in chunks if _is_urgent(chunk))]):
-                _, parts = self._undelivered.pop(request_id)
-                stream = self._streams.get(request_id)
-                if stream:
-                    per_loop[stream.loop].append((stream, parts))
+                stream = self._streams.get(chunk.request_id)
+                if stream is not None:
+                    stream.undelivered.append(chunk)
+                    if _is_urgent(chunk):
+                        stream.next_delivery_s = now
+            for stream in self._streams.values():
+                if stream.undelivered and stream.next_delivery_s <= now:
+                    per_loop[stream.loop].append((stream, stream.undelivered))
+                    stream.undelivered, stream.next_delivery_s = [], now + period_s
         for loop, pairs in per_loop.items():
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_put_all, pairs)
@@ -276,7 +277,6 @@ class Engine:
         """
         with self._changed:
             self._streams.pop(request_id, None)
-            self._undelivered.pop(request_id, None)
             self._scheduler.abort(request_id, reason)
 
     def stats(self) -> EngineStats:
