@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from app.bench.arguments import grid
-from app.bench.engine_rates import measure
-from app.bench.random_engine import shape_config
+from app.bench.engine_rates import GRID, measure
+from app.bench.random_engine import STEP_TOKENS, shape_config
 from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.loading import build_engine, build_runner
@@ -38,15 +38,15 @@ from app.model.weights import random_weights
 from app.protocol import GenerateRequest, SamplingParams
 from kernels import invariance
 
-GRID = ((1, 1024), (32, 1024), (128, 1024), (32, 8192), (1, 32768))
 PROMPT_TOKENS = (5, 64, 100, 129, 200, 257, 300, 511)
 NUM_OUTPUTS = 64
 PROFILED_STEPS = 8
-MAX_SPLIT_S, MAX_PROBE_S = 150.0, 75.0  # of one split, and of one with few layers; then it has failed
-CONFIG = EngineConfig(max_num_seqs=128, max_batched_tokens=16384, max_chunk_tokens=8192, cache_blocks=4608)
-# Sums in fp64 take their time: no more than the prompts need.
-INVARIANT_CONFIG = EngineConfig(
-    max_num_seqs=len(PROMPT_TOKENS), max_batched_tokens=1024, max_model_len=1024, cache_blocks=128, batch_invariant=True
+MAX_SPLIT_S, MAX_PROBE_S = 240.0, 75.0  # of one split, and of one with few layers; then it has failed
+CONFIG = EngineConfig(max_num_seqs=len(PROMPT_TOKENS), max_batched_tokens=1024, max_model_len=1024, cache_blocks=128)
+INVARIANT_CONFIG = CONFIG.model_copy(update={"batch_invariant": True})
+# 20,480 blocks: 128 sequences of 8k, and what the first decode while the last are computed; 42 GB at V2-Lite's shape.
+RATES_CONFIG = EngineConfig(
+    max_num_seqs=128, max_batched_tokens=STEP_TOKENS, max_chunk_tokens=STEP_TOKENS, cache_blocks=20_480
 )
 INVARIANT = "invariant-"  # of a kind's dtype
 
@@ -71,7 +71,13 @@ class Kind:
         return f"{INVARIANT if self.is_invariant else ''}{self.dtype}{layers}"
 
     @property
+    def is_rated(self) -> bool:
+        return self == Kind("bfloat16", None)
+
+    @property
     def engine_config(self) -> EngineConfig:
+        if self.is_rated:
+            return RATES_CONFIG
         return INVARIANT_CONFIG if self.is_invariant else CONFIG
 
 
@@ -294,7 +300,7 @@ def splits_of(num_gpus: int, folder: Path, kinds: Sequence[Kind], grid: tuple[tu
     """Rates are measured in bf16 of all layers."""
     sizes = [(1, 1), *((t, num_gpus // t) for t in range(num_gpus, 0, -1) if num_gpus % t == 0 and num_gpus > 1)]
     return [
-        Split(t, e, kind, grid if kind == Kind("bfloat16", None) else (), folder / f"{kind}.pt")
+        Split(t, e, kind, grid if kind.is_rated else (), folder / f"{kind}.pt")
         for kind, (t, e) in itertools.product(kinds, sizes)
     ]
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from app.bench import rank_rates
+from app.bench.engine_rates import GRID, LEAST_PREFILL_STEP
 from app.bench.random_engine import shape_config
-from app.bench.rank_rates import CONFIG, GRID, INVARIANT_CONFIG, Kind, Split, splits_of
+from app.bench.rank_rates import CONFIG, INVARIANT_CONFIG, RATES_CONFIG, Kind, Split, splits_of
 from app.config import EngineConfig
 from app.engine.loading import build_engine
 from app.model.config import ModelConfig
@@ -22,7 +23,8 @@ def test_kinds_are_read_and_named() -> None:
     kinds = [Kind.parse(text) for text in ("float32:3", "invariant-float32", "bfloat16")]
     assert kinds == [Kind("float32", 3), Kind("float32", None, is_invariant=True), Kind("bfloat16", None)]
     assert [str(kind) for kind in kinds] == ["float32 3 layers", "invariant-float32", "bfloat16"]
-    assert [kind.engine_config for kind in kinds] == [CONFIG, INVARIANT_CONFIG, CONFIG]
+    assert [kind.engine_config for kind in kinds] == [CONFIG, INVARIANT_CONFIG, RATES_CONFIG]
+    assert INVARIANT_CONFIG.batch_invariant and not CONFIG.batch_invariant
 
 
 def test_two_gpus_are_split_both_ways_and_rates_belong_to_one_kind(tmp_path: Path) -> None:
@@ -40,6 +42,14 @@ def test_the_invariant_engine_holds_all_prompts_at_once() -> None:
     assert INVARIANT_CONFIG.max_model_len is not None
     assert max(rank_rates.PROMPT_TOKENS) + rank_rates.NUM_OUTPUTS <= INVARIANT_CONFIG.max_model_len
     assert INVARIANT_CONFIG.max_model_len <= shape_config("deepseek-v2-lite").max_position_embeddings
+
+
+def test_the_rated_engine_holds_the_whole_grid() -> None:
+    """As `measure` asks for it: the first prompts decode while the last ones are computed."""
+    for batch, context in GRID:
+        tokens = context + batch * -(-context // LEAST_PREFILL_STEP) + 32 + 8
+        assert RATES_CONFIG.cache_blocks is not None and batch * -(-tokens // 64) <= RATES_CONFIG.cache_blocks
+        assert batch <= RATES_CONFIG.max_num_seqs
 
 
 def test_parity_tells_agreement_from_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
