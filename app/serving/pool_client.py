@@ -1,7 +1,7 @@
 """A router's side of one pool: requests go out as calls, their tokens come back by few shared channels.
 
     generate call: first tokens, "moved to channel X", then silent until the request ends; cancelling it aborts
-    channel call:  one item per window with the chunks of all requests this router has on one replica
+    channel call:  items with the chunks of several of this router's requests on one replica
 
 A call names its replica, and the channel that its tokens come by is opened to that same one. Where Serve picks another
 (see NamedReplicaRouter), a replica that has a channel already ends the second one at once.
