@@ -5,7 +5,7 @@ r"""Inside a replica: an engine's tokens -> text chunks, gathered so that few it
 
 An item on its way from a replica through the router to the proxy costs some 2.5 ms of CPU. So the first tokens leave at
 once by the request's own stream, and as soon as the router has a channel to this replica, the rest of all its requests
-leave by that, a part of them at a time. The request's own stream then stays open, silent: cancelling it aborts the request.
+leave by that, a part of them at a time. The request's own stream then stays open, silent: cancelling it aborts it.
 """
 
 from __future__ import annotations
