@@ -124,12 +124,11 @@ class Collector:
         loop = asyncio.get_running_loop()
         await self._wake.wait()
         delay_s = self._next_s - loop.time()
-        if delay_s > 0.0:
-            await _wait_at_most(self._urgent, delay_s)
+        is_early = delay_s > 0.0 and await _wait_at_most(self._urgent, delay_s)
         if self._is_flushing:
             return self.take()
         num_due = 0
-        if loop.time() >= self._next_s:
+        if not is_early:
             part = MIN_WINDOW_S / self._pacer.window_s if self._in_parts else 1.0
             num_due = math.ceil(part * max(self._pacer.num_streams, len(self._chunks)))
             self._next_s = loop.time() + part * self._pacer.window_s
