@@ -222,6 +222,8 @@ class SequenceGroup:
                     yield StreamItem(chunks + self._own.take(), channel.channel_id)
                 elif chunks:
                     yield StreamItem(chunks)
+                if self._failure is not None:
+                    break  # the others may go on for long
             await self._ended.wait()
             if self._failure is not None:
                 raise self._failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -90,3 +91,19 @@ async def test_an_end_that_moves_to_a_channel_leaves_no_tokens_of_the_others_beh
     assert items[-1].moved_to == "c"
     joined = join_all([item.chunks for item in items] + [channel.collector.take()])
     assert joined["a"].text == TEXT and joined["b"].text == "Short."
+
+
+@pytest.mark.asyncio
+async def test_a_channel_spreads_its_sequences_over_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "MIN_WINDOW_S", 0.05)  # a quarter of a window of 0.2 s
+    pacer = Pacer()
+    pacer.num_streams = 40
+    channel = Channel("c", pacer)
+    items = channel.items()
+    assert await anext(items) == ()
+    for index in range(40):
+        channel.collector.add(TokenChunk(f"s{index}", (1,)))
+    start_s = time.monotonic()
+    assert [len(await anext(items)) for _ in range(4)] == [10] * 4
+    assert time.monotonic() - start_s >= 0.14
+    await items.aclose()

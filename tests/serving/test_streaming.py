@@ -179,3 +179,42 @@ async def test_many_sequences_leave_in_parts_each_once_a_window(monkeypatch: pyt
     assert max(map(len, parts)) == 10
     names = [chunk.request_id for part in parts for chunk in part]
     assert names == [f"s{index}" for index in range(39)] + ["s0"]
+
+
+@pytest.mark.asyncio
+async def test_a_part_is_due_though_the_clock_has_not_quite_come_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop whose clock counts milliseconds wakes a hair before the time asked for: no reason for an empty item."""
+
+    async def too_early(_event: asyncio.Event, _delay_s: float) -> bool:
+        return False
+
+    monkeypatch.setattr(streaming, "_wait_at_most", too_early)
+    monkeypatch.setattr(streaming, "MIN_WINDOW_S", 60.0)
+    monkeypatch.setattr(streaming, "MAX_WINDOW_S", 60.0)
+    collector = Collector(Pacer())
+    for count in (1, 2):
+        collector.add(TokenChunk("a", (count,)))
+        assert [chunk.token_ids for chunk in await collector.batch()] == [(count,)]
+
+
+@pytest.mark.asyncio
+async def test_a_failure_does_not_wait_until_the_others_end() -> None:
+    """Whoever reads slowly finds tokens of the other sequence each time."""
+
+    class OneFails(ScriptedEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+            async for chunk in super().generate(request):
+                if request.request_id == "a" and chunk.num_output_tokens == 3:
+                    raise EngineError("scripted")
+                yield chunk
+
+    items = run(OneFails(delay_s=0.002), request("long", TEXT * 40), request("a"))
+    error, num_items = None, 0
+    try:
+        async for _ in items:
+            num_items += 1
+            await asyncio.sleep(0.02)
+    except EngineError as caught:
+        error = caught
+    assert error is not None and error.message == "scripted"
+    assert num_items < 10
