@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 
+from app.bench.random_engine import random_engine, shape_config
 from app.config import EngineConfig, ModelSource
 from app.engine.engine import Engine
 from app.engine.loading import load_engine
@@ -76,8 +80,24 @@ def test_seeded_sampling_on_device_ends_and_stays_in_vocabulary() -> None:
             assert all(0 <= token_id < engine.limits.vocab_size for token_id in chunk.token_ids)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_batch_invariant_answers_do_not_depend_on_what_runs_beside_them(dtype: str) -> None:
+def embedded(dtype: str, **config: int) -> Engine:
+    return make_engine("cuda", dtype, batch_invariant=True, **config)
+
+
+def served_shape(dtype: str, **config: int) -> Engine:
+    """Three layers of DeepSeek-V2-Lite's shape, whose attention is Hopper's own kernel there."""
+    shape = replace(shape_config("deepseek-v2-lite"), num_layers=3)
+    fields = EngineConfig(device="cuda", dtype=dtype, cache_blocks=128, batch_invariant=True, **config)  # type: ignore[arg-type]
+    return random_engine(shape, fields)
+
+
+@pytest.mark.parametrize(
+    ("engine_of", "dtype", "long"),
+    [(embedded, "bfloat16", 1100), (embedded, "float32", 1100), (served_shape, "bfloat16", 4500)],
+)
+def test_batch_invariant_answers_do_not_depend_on_what_runs_beside_them(
+    engine_of: Callable[..., Engine], dtype: str, long: int
+) -> None:
     """Tokens and the bits of their log-probabilities: all at once, in other chunks, each alone."""
 
     def answers(engine: Engine, lengths: tuple[int, ...]) -> dict[int, list[tuple[int, float]]]:
@@ -92,9 +112,9 @@ def test_batch_invariant_answers_do_not_depend_on_what_runs_beside_them(dtype: s
                     found[int(chunk.request_id)].append((token_id, logprob.logprob))
         return found
 
-    lengths = (*LENGTHS, 1100)
-    engine = make_engine("cuda", dtype, batch_invariant=True)
+    lengths = (*LENGTHS, long)
+    engine = engine_of(dtype)
     together = answers(engine, lengths)
     engine.reset()
     assert all(answers(engine, (length,)) == {length: together[length]} for length in lengths)
-    assert answers(make_engine("cuda", dtype, batch_invariant=True, max_chunk_tokens=96), lengths) == together
+    assert answers(engine_of(dtype, max_chunk_tokens=96), lengths) == together
