@@ -119,9 +119,15 @@ async def overload(url: str, watch: Watch) -> OverloadRun:
     start_s = time.perf_counter()
     planned = [PlannedRequest(index / RATE, SHORT_TOKENS, OUTPUT_TOKENS) for index in range(int(RATE * OVERLOAD_S))]
     load = asyncio.create_task(run_load(planned, Target(url)))
-    decided_s = await watch.until("short", lambda sample: sample.granted > 1, start_s)
-    running_s = await watch.until("short", lambda sample: sample.running > 1, start_s)
-    records = (await load).records
+    try:
+        decided_s = await watch.until("short", lambda sample: sample.granted > 1, start_s)
+        running_s = await watch.until("short", lambda sample: sample.running > 1, start_s)
+        records = (await load).records
+    except UnavailableError:
+        if load.done():
+            load.result()  # raises what ended the load, if that is why nothing happened
+        load.cancel()
+        raise
     end_s = time.perf_counter()
     back_s = await watch.until("short", lambda sample: sample.running == sample.granted == 1, end_s)
     others = {sample.granted for sample in watch.samples["long"] if start_s <= sample.at_s <= end_s}

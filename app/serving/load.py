@@ -67,6 +67,22 @@ class PoolScaling:
             raise ValueError("consolidation_utilisation: must lie between 0 and max_utilisation, and that in (0, 1]")
 
 
+class Queue(NamedTuple):
+    """What waits."""
+
+    seqs: float
+    prefill_tokens: float
+    is_refusing: bool  # what is refused would wait longer than is tolerated
+
+    def backlog(self, num_replicas: int, prefill_tokens_per_s: float, config: PoolScaling) -> float:
+        """As a multiple of what is tolerated. A speed of 0 is not known."""
+        backlog = max(self.seqs / (num_replicas * config.max_waiting_seqs), 1.0 if self.is_refusing else 0.0)
+        if prefill_tokens_per_s:
+            served = num_replicas * prefill_tokens_per_s * config.ttft_target_s
+            backlog = max(backlog, self.prefill_tokens / served)
+        return backlog
+
+
 class Load(NamedTuple):
     """Work of a pool in replicas' worth of each resource, as the replicas with fresh figures see it."""
 
@@ -75,7 +91,9 @@ class Load(NamedTuple):
     decode: float | None  # share of the batch that arrivals will hold if no prefill ran; None: nothing ended yet
     seqs: float  # share of the batch held now
     kv: float  # cache held now
+    queue: Queue
     backlog: float  # queue as a multiple of what is tolerated
+    speed: float  # prompt tokens per second of one replica; 0 if not known
     is_active: bool
 
 
@@ -87,13 +105,10 @@ def measure(fresh: Sequence[ReplicaSignals], demand: Demand, config: PoolScaling
     num_seqs = sum(one.max_running_seqs for one in fresh) / len(fresh)
     totals = totals_of(fresh)
     tokens_per_s = totals["arrival_tokens_per_s"] + demand.rejected_tokens_per_s
-    waiting_seqs = totals["waiting_seqs"] + demand.waiting_seqs
-    backlog = waiting_seqs / (len(fresh) * config.max_waiting_seqs)
-    if speed:
-        backlog = max(backlog, totals["waiting_prefill_tokens"] / (len(fresh) * speed * config.ttft_target_s))
-    if demand.rejected_tokens_per_s > 0:
-        backlog = max(backlog, 1.0)  # what is refused would wait longer than is tolerated
-    is_busy = waiting_seqs + totals["waiting_prefill_tokens"] + totals["running_seqs"] > 0
+    queue = Queue(
+        totals["waiting_seqs"] + demand.waiting_seqs, totals["waiting_prefill_tokens"], demand.rejected_tokens_per_s > 0
+    )
+    is_busy = queue.seqs + queue.prefill_tokens + totals["running_seqs"] > 0
     # Little's law: arrivals x time in the batch is how many places they will hold, however many hold one now.
     places = totals["arrival_seqs_per_s"] * sum(decodes) / len(decodes) if decodes else None
     return Load(
@@ -102,7 +117,9 @@ def measure(fresh: Sequence[ReplicaSignals], demand: Demand, config: PoolScaling
         decode=None if places is None else places / num_seqs,
         seqs=totals["running_seqs"] / num_seqs,
         kv=sum(one.kv_usage for one in fresh),
-        backlog=backlog,
+        queue=queue,
+        backlog=queue.backlog(len(fresh), speed, config),
+        speed=speed,
         is_active=is_busy or totals["arrival_seqs_per_s"] > IDLE_ARRIVALS_PER_S,
     )
 
@@ -143,4 +160,5 @@ def totals_of(fresh: Sequence[ReplicaSignals]) -> dict[str, float]:
 
 def known_of(load: Load) -> dict[str, float]:
     """The load's finite figures, for the log."""
-    return {name: float(value) for name, value in load._asdict().items() if value is not None and math.isfinite(value)}
+    figures = {name: value for name, value in load._asdict().items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in figures.items() if math.isfinite(value)}

@@ -18,6 +18,7 @@ from app.serving.load import (
     Demand,
     Load,
     PoolScaling,
+    Queue,
     ReplicaSignals,
     is_pressed,
     known_of,
@@ -88,8 +89,8 @@ class PoolState:
     up: Wish | None = None  # the least wanted since then
     down: Wish | None = None  # the most needed since then
     spare: Wish | None = None  # the same, if another pool is short
-    backlog_since_s: float | None = None
-    backlog: float = 0.0  # at that time, as a multiple of what is tolerated
+    queue: Queue | None = None  # when it crossed its target,
+    queue_since_s: float = -math.inf  # and when that was
     starting_since_s: float | None = None
     num_running: int = 0  # at the last call
     target: int = 0  # at the last call
@@ -152,7 +153,7 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
     fresh = [report.signals for key, report in pool.reports.items() if now - state.seen[key][1] < stale_after_s]
     values: dict[str, float] = {"target": pool.target, "running": pool.num_running, "reporting": len(fresh)}
     if pool.num_running == 0 or current == 0 or not fresh:
-        state = replace(state, up=None, down=None, spare=None, backlog_since_s=None)
+        state = replace(state, up=None, down=None, spare=None, queue=None)
         wanted, why = _without_figures(pool, current, values)
         wanted, why = _placeable(wanted, why, pool, state, config, now, values)
         return _Assessment(_claim(pool, config, state, now, wanted, wanted, wanted), state, values, why)
@@ -169,8 +170,8 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
 
     state, up, why = _upward(load, need, pool, state, config, now)
     # A queue that has only just formed counts from where it did: its growth already took a window to see.
-    mark_s = state.backlog_since_s
-    since_s = mark_s if mark_s is not None and now - mark_s <= 2 * config.up_window_s else now
+    is_new = state.queue is not None and now - state.queue_since_s <= 2 * config.up_window_s
+    since_s = state.queue_since_s if is_new else now
     is_calm = len(fresh) >= pool.num_running and load.backlog < 1
     state = replace(
         state,
@@ -299,12 +300,11 @@ def _upward(
 ) -> tuple[PoolState, int, tuple[str, ...]]:
     """How many replicas pressure asks for at this moment; the target if there is none, or if patience will do."""
     current = _clip(pool.target, config)
-    calm = replace(state, backlog_since_s=None)
+    calm = replace(state, queue=None)
     if not is_pressed(load, config):
         return calm, current, ()
-    if state.backlog_since_s is None:
-        state = replace(state, backlog_since_s=now, backlog=load.backlog)
-    since_s = now - (state.backlog_since_s or now)
+    if state.queue is None:
+        state = replace(state, queue=load.queue, queue_since_s=now)
     pressure = f"queue at {load.backlog:.1f} x the target" if load.backlog >= 1 else "KV cache over its target"
     num_starting = max(0, current - pool.num_running)
     if math.isfinite(load.prefill) and need > current:
@@ -313,13 +313,16 @@ def _upward(
         return calm, current, (f"{pressure}; {num_starting} starting will do",)
     if not math.isfinite(load.prefill):
         return state, current + 1, (f"{pressure}; speed not measured yet, one more",)
-    if load.backlog >= 1 and since_s >= config.up_window_s and load.backlog > GROWTH * state.backlog:
+    # Both at the speed as it is known now: it may have been learned meanwhile.
+    before = (state.queue or load.queue).backlog(load.num_replicas, load.speed, config)
+    since_s = now - state.queue_since_s
+    if load.backlog >= 1 and since_s >= config.up_window_s and load.backlog > GROWTH * before:
         return state, current + 1, (f"{pressure} and growing, one more",)
     if since_s < config.drain_window_s:
         return state, current, (f"{pressure}; draining",)
-    if load.backlog >= 1 and load.backlog > state.backlog / 2:
+    if load.backlog >= 1 and load.backlog > before / 2:
         return state, current + 1, (f"{pressure}; not halved in {config.drain_window_s:g} s, one more",)
-    return replace(state, backlog_since_s=now, backlog=load.backlog), current, (f"{pressure}; draining",)
+    return replace(state, queue=load.queue, queue_since_s=now), current, (f"{pressure}; draining",)
 
 
 def _sustained(wish: Wish | None, count: int, since_s: float, pick: Callable[[int, int], int]) -> Wish:
@@ -342,7 +345,7 @@ def _after(state: PoolState, target: int, granted: int, now: float) -> PoolState
     if granted == target:
         return state
     lowered_s = now if granted < target else state.lowered_s
-    return replace(state, up=None, down=None, spare=None, backlog_since_s=None, lowered_s=lowered_s)
+    return replace(state, up=None, down=None, spare=None, queue=None, lowered_s=lowered_s)
 
 
 def _clip(count: int, config: PoolScaling) -> int:

@@ -96,7 +96,6 @@ class Collector:
         self._pacer, self._in_parts = pacer, in_parts
         self._chunks: dict[str, TokenChunk] = {}  # longest waiting first
         self._ended: list[str] = []
-        self._is_flushing = False
         self._wake = asyncio.Event()
         self._urgent = asyncio.Event()
         self._next_s = 0.0
@@ -110,8 +109,7 @@ class Collector:
             self._urgent.set()
 
     def flush(self) -> None:
-        """Let `batch` return all there is now, even nothing."""
-        self._is_flushing = True
+        """Let `batch` return at once, even nothing."""
         self._wake.set()
         self._urgent.set()
 
@@ -125,8 +123,6 @@ class Collector:
         await self._wake.wait()
         delay_s = self._next_s - loop.time()
         is_early = delay_s > 0.0 and await _wait_at_most(self._urgent, delay_s)
-        if self._is_flushing:
-            return self.take()
         num_due = 0
         if not is_early:
             part = MIN_WINDOW_S / self._pacer.window_s if self._in_parts else 1.0
@@ -216,10 +212,12 @@ class SequenceGroup:
             while channel is None and not (self._ended.is_set() and self._own.is_empty):
                 chunks = await self._own.batch()
                 channel = None if self._ended.is_set() else find_channel()
+                if channel is not None or self._ended.is_set():
+                    chunks += self._own.take()  # nothing comes this way any more
                 if channel is not None:
                     channel.groups.add(self)
                     self._target = channel.collector
-                    yield StreamItem(chunks + self._own.take(), channel.channel_id)
+                    yield StreamItem(chunks, channel.channel_id)
                 elif chunks:
                     yield StreamItem(chunks)
                 if self._failure is not None:

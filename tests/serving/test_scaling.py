@@ -107,6 +107,25 @@ def test_a_short_queue_that_keeps_growing_needs_no_rates() -> None:
     assert pool.running == 1
 
 
+def test_a_queue_grows_although_it_looked_longer_before_the_speed_was_known() -> None:
+    """Prompts of two tokens let a replica look slow; 400 tokens wait 100 x too long at that speed, 0.5 x in truth."""
+    slow, fast = (dataclasses.replace(IDLE, prefill_tokens_per_s=speed) for speed in (2.0, 400.0))
+    pool = Pool()
+    assert pool.step(dataclasses.replace(slow, waiting_prefill_tokens=400, arrival_tokens_per_s=1)) == 1
+    assert pool.step(dataclasses.replace(fast, waiting_prefill_tokens=2000, arrival_tokens_per_s=100)) == 1
+    assert pool.step(dataclasses.replace(fast, waiting_prefill_tokens=2400, arrival_tokens_per_s=120), 3) == 2
+    assert "queue at 3.0 x the target" in pool.why
+
+
+def test_a_queue_does_not_look_halved_because_the_speed_was_learned() -> None:
+    slow, fast = (dataclasses.replace(IDLE, prefill_tokens_per_s=speed) for speed in (100.0, 400.0))
+    pool = Pool(target=2)
+    pool.step(dataclasses.replace(slow, waiting_prefill_tokens=3000, arrival_tokens_per_s=10))
+    waiting = dataclasses.replace(fast, waiting_prefill_tokens=3000, arrival_tokens_per_s=10)
+    assert pool.step(waiting, 19) == 2
+    assert pool.step(waiting, 4) == 3
+
+
 def test_a_queue_that_does_not_halve_gets_one_more_and_one_that_does_gets_none() -> None:
     stuck, draining = Pool(target=2), Pool(target=2)
     for second in range(30):

@@ -86,17 +86,31 @@ def test_the_token_that_stops_is_not_text() -> None:
 
 @pytest.mark.asyncio
 async def test_a_failure_comes_after_what_was_gathered_and_ends_all() -> None:
-    engine = ScriptedEngine(delay_s=0.002, fail_after=3)
-    texts = ""
+    class OneFails(ScriptedEngine):
+        """ "a" and "b" give three tokens each, of which two are gathered; then "b" fails and "a" hangs."""
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+            async for chunk in super().generate(request):
+                if chunk.num_output_tokens == 4:
+                    if request.request_id == "a":
+                        has_hung.set()
+                        await asyncio.sleep(30.0)
+                    await has_hung.wait()
+                    raise EngineError("scripted")
+                yield chunk
+
+    engine, has_hung = OneFails(delay_s=0.002), asyncio.Event()
+    num_tokens = {"a": 0, "b": 0}
     items = run(engine, request("a"), request("b"))
     error = None
     try:
         async for item in items:
-            texts += "".join(chunk.text for chunk in item.chunks if chunk.request_id == "a")
+            for chunk in item.chunks:
+                num_tokens[chunk.request_id] += len(chunk.token_ids)
     except EngineError as caught:
         error = caught
     assert error is not None and error.message == "scripted"
-    assert TEXT.startswith(texts) and texts
+    assert num_tokens == {"a": 3, "b": 3}
     assert not engine.running
 
 
