@@ -271,15 +271,19 @@ def _collectives(engine: Engine, batch: int) -> dict[str, float]:
     engine.reset()
     kernels = [event for event in profile.events() or () if str(event.device_type) == "DeviceType.CUDA"]
     spans = {
-        is_nccl: _union([(e.time_range.start, e.time_range.end) for e in kernels if ("nccl" in e.name) == is_nccl])
-        for is_nccl in (True, False)
+        is_shared: _union([(e.time_range.start, e.time_range.end) for e in kernels if _is_collective(e) == is_shared])
+        for is_shared in (True, False)
     }
     busy = _union(spans[True] + spans[False])
-    nccl, other, both = (_length(part) / 1e3 / PROFILED_STEPS for part in (spans[True], spans[False], busy))
+    collectives, other, both = (_length(part) / 1e3 / PROFILED_STEPS for part in (spans[True], spans[False], busy))
     return {
-        "step_ms": wall_ms / PROFILED_STEPS, "collectives_ms": nccl, "other_kernels_ms": other,
-        "collectives_alone_ms": both - other, "collectives": sum("nccl" in e.name for e in kernels) / PROFILED_STEPS,
+        "step_ms": wall_ms / PROFILED_STEPS, "collectives_ms": collectives, "other_kernels_ms": other,
+        "collectives_alone_ms": both - other, "collectives": sum(map(_is_collective, kernels)) / PROFILED_STEPS,
     }  # fmt: skip
+
+
+def _is_collective(event: Any) -> bool:
+    return "nccl" in event.name or "_exchange_kernel" in event.name
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:

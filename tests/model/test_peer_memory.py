@@ -1,0 +1,104 @@
+"""Two GPUs, a process each: collectives through shared memory give what NCCL gives, whoever is late."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from app.model.parallel import RankPlace, Ranks
+from kernels.peer_exchange import all_reduce_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks need a GPU each"),
+]
+TIMEOUT_S = 120.0
+NUM_ROUNDS, NUM_REPLAYS = 40, 200
+
+
+@pytest.mark.parametrize("sees_all", [True, False], ids=["all GPUs seen", "its own seen"])
+def test_shared_memory_gives_what_nccl_gives(sees_all: bool) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        method = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_run, args=(RankPlace(rank, 2, 1, method), sees_all)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(TIMEOUT_S)
+            assert rank.exitcode == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def _run(place: RankPlace, sees_all: bool) -> None:
+    if not sees_all:  # as Ray does; before anything asks for a device
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(place.rank)
+    device = torch.device("cuda", place.rank if sees_all else 0)
+    torch.cuda.set_device(device)
+    ranks = Ranks.join(place, device)
+    assert ranks.tensor._mailbox is not None
+    _compare(ranks, place.rank, device)
+    _replay(ranks, place.rank, device)
+    os._exit(0)
+
+
+def _values(rank: int, index: int, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(1000 * rank + index)
+    return torch.randn(rows, 2048, generator=generator, device=device).to(dtype)
+
+
+def _compare(ranks: Ranks, rank: int, device: torch.device) -> None:
+    """Eager calls of all sizes, those beyond the mailbox's among them; a rank is sometimes late."""
+    group, late = ranks.tensor, random.Random(rank)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    for index in range(NUM_ROUNDS):
+        rows, dtype = (1, 4, 32, 100, 128, 129, 400)[index % 7], dtypes[index % 4]
+        parts = [_values(other, index, rows, dtype, device) for other in range(2)]
+        if late.random() < 0.3:
+            torch.cuda._sleep(3_000_000)
+        total, own = group.all_reduce(parts[rank].clone()), parts[rank]
+        expected = own.clone()
+        dist.all_reduce(expected, group=group._handle)
+        assert torch.equal(total, expected), f"{rows} rows of {dtype}"
+        if dtype != torch.float64:
+            assert torch.equal(total, all_reduce_reference(parts))
+        assert torch.equal(group.all_gather(own), torch.cat(parts))
+        assert torch.equal(group.broadcast(own.clone()), parts[0])
+        if rows % 2 == 0:
+            half = rows // 2
+            swapped = group.start_all_to_all(own, None, None).wait()
+            assert torch.equal(swapped, torch.cat([part[rank * half :][:half] for part in parts]))
+
+
+def _replay(ranks: Ranks, rank: int, device: torch.device) -> None:
+    """A graph of calls in several sizes, each on what the one before gave, replayed while ranks are late in turn."""
+    group = ranks.tensor
+    parts = {rows: _values(rank, rows, rows, torch.bfloat16, device) for rows in (1, 5, 128)}
+
+    def calls() -> torch.Tensor:
+        found = [group.all_reduce(part * 0.5) for part in parts.values()]
+        found += [group.all_reduce(one * 0.25) for one in found]
+        return torch.cat([group.all_gather(one) for one in found])
+
+    expected = calls().clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = calls()
+    late = random.Random(rank)
+    for _ in range(NUM_REPLAYS):
+        if late.random() < 0.3:
+            torch.cuda._sleep(late.randrange(3_000_000))
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
