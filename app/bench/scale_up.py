@@ -19,7 +19,7 @@ from app.errors import UnavailableError
 from app.serving import board
 
 RATE = 30.0  # requests per second, three times what one replica on one core takes
-OVERLOAD_S = 5.0  # few enough wait then that none is refused
+OVERLOAD_S = 4.5  # so few that a replica's batch and queue hold them all, however slow the machine
 SHORT_TOKENS, OUTPUT_TOKENS = 64, 64
 LONG_TOKENS = 2500  # goes to the long pool
 PERIOD_S = 0.05

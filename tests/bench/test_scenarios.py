@@ -12,6 +12,8 @@ from app.bench.affinity import requests_by_replica
 from app.bench.client import Client
 from app.bench.mixed import Comparison, ShortRun, spinning
 from app.bench.replica_kill import KillRun
+from app.bench.scale_up import OVERLOAD_S, RATE
+from app.config import EngineConfig, QueueBounds
 from tests.bench.sse_server import SseServer, serving
 
 
@@ -21,6 +23,11 @@ def test_requests_are_counted_per_replica_whatever_they_ended_with() -> None:
             return await requests_by_replica(client)
 
     assert asyncio.run(count()) == {("short", "r1"): 6, ("long", "r3"): 1}
+
+
+def test_a_replica_that_computes_nothing_refuses_nothing_of_an_overload() -> None:
+    """A slow machine may still have all of the requests when the last one comes: none of them counts as lost."""
+    assert RATE * OVERLOAD_S <= EngineConfig().max_num_seqs + QueueBounds().max_waiting_seqs
 
 
 def test_a_comparison_takes_all_rounds_together() -> None:
