@@ -74,7 +74,7 @@ class Group:
     """
 
     def __init__(self, handle: dist.ProcessGroup | None = None, mailbox: Mailbox | None = None) -> None:
-        self._handle, self._mailbox = handle, mailbox
+        self.handle, self._mailbox = handle, mailbox
         self.rank = dist.get_rank(handle) if handle else 0
         self.size = dist.get_world_size(handle) if handle else 1
         self._is_alone = self.size == 1
@@ -96,7 +96,7 @@ class Group:
         if self._is_alone:
             return x
         with _losing_ranks():
-            dist.all_reduce(x, group=self._handle)
+            dist.all_reduce(x, group=self.handle)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ class Group:
             return Pending(x.repeat(self.size, *[1] * (x.dim() - 1)), None)
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         with _losing_ranks():
-            return Pending(out, _all_gather_into(out, x, group=self._handle, async_op=True))
+            return Pending(out, _all_gather_into(out, x, group=self.handle, async_op=True))
 
     def start_all_to_all(self, x: torch.Tensor, sent: list[int] | None, received: list[int] | None) -> Pending:
         """Rows of x, `sent[r]` to rank r in order -> `received[r]` rows of each rank r; None: equally many."""
@@ -124,7 +124,7 @@ class Group:
             return Pending(x.new_zeros(num_rows, *x.shape[1:]), None)
         out = x.new_empty(num_rows, *x.shape[1:])
         with _losing_ranks():
-            work = dist.all_to_all_single(out, x, received, sent, group=self._handle, async_op=True)
+            work = dist.all_to_all_single(out, x, received, sent, group=self.handle, async_op=True)
         return Pending(out, work)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ class Group:
             return x.copy_(peer_exchange.all_gather(x, self._mailbox)[: len(x)])
         if not self._is_alone:
             with _losing_ranks():
-                dist.broadcast(x, group=self._handle, group_src=0)
+                dist.broadcast(x, group=self.handle, group_src=0)
         return x
 
     def smallest(self, value: int) -> int:

@@ -69,7 +69,7 @@ def _compare(ranks: Ranks, rank: int, device: torch.device) -> None:
             torch.cuda._sleep(3_000_000)
         total, own = group.all_reduce(parts[rank].clone()), parts[rank]
         expected = own.clone()
-        dist.all_reduce(expected, group=group._handle)
+        dist.all_reduce(expected, group=group.handle)
         assert torch.equal(total, expected), f"{rows} rows of {dtype}"
         if dtype != torch.float64:
             assert torch.equal(total, all_reduce_reference(parts))
