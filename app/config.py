@@ -90,6 +90,7 @@ class ParallelConfig(FrozenModel):
     # Ray's node labels a bundle needs: one selector for all bundles, or one for each
     bundle_labels: tuple[dict[str, str], ...] = ()
     expert_placement: str | None = None  # a file of `longspan bench --expert-load`; None: experts spread evenly
+    peer_memory: bool = True  # small collectives of GPUs of one host go through their memory, not by NCCL
     # a collective that takes longer counts as a dead rank, and so does a rank silent for as long, while loading too
     collective_timeout_s: PositiveFloat = 30.0
 

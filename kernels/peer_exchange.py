@@ -1,12 +1,13 @@
 """Small collectives between the GPUs of one host: every rank writes into the others' memory and none asks a library.
 
 A word of 32 bits travels beside a flag of 32 bits in one store of 64. So the receiver needs no barrier and no fence:
-it reads a word again until its flag is that of this call.
+it reads a word again until its flag is that of this call. (NCCL's LL protocol does the same.)
 
     inbox of one rank    [2, ranks, words]    call n of a tile of words uses half n % 2
 
 A rank that writes call n + 2 has got the answer to its call n + 1, which the receiver sent after it had read call n. So
-two halves are enough. Calls are counted on the device, tile by tile, and CUDA graphs may replay them.
+two halves are enough. Calls are counted on the device, tile by tile, and CUDA graphs may replay them. That a rank
+leaves a call out is not noticed: the others take its next one for the answer. So one that fails within a step must end.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ class Mailbox:
 
     @classmethod
     def around(cls, rank: int, inbox: torch.Tensor, addresses: Sequence[int]) -> Mailbox:
-        """inbox: zeros [2, ranks, capacity] int64; addresses: of every rank's, as this device sees them"""
+        """inbox: zeros [2, ranks, capacity] int64, of whole tiles; addresses: every rank's, as this device sees them"""
         check_contiguous("inbox", inbox)
+        if inbox.shape[2] % WORDS:
+            raise ValueError(f"inbox: {inbox.shape[2]} words are not whole tiles of {WORDS}")
         device = inbox.device
-        counts = torch.zeros(triton.cdiv(inbox.shape[2], WORDS), dtype=torch.int32, device=device)
+        counts = torch.zeros(inbox.shape[2] // WORDS, dtype=torch.int32, device=device)
         return cls(rank, inbox, torch.tensor(addresses, dtype=torch.int64, device=device), counts)
 
     def to_itself(self) -> Mailbox:
@@ -57,9 +60,10 @@ class Mailbox:
         return self.inbox.shape[1]
 
     def holds(self, x: torch.Tensor, num_parts: int = 1) -> bool:
-        """Whether `all_gather` takes x, or `all_to_all` with as many parts as there are ranks: whole words that fit."""
-        at, size = x.storage_offset() * x.dtype.itemsize, 4 * num_parts
-        return 0 < x.nbytes <= size * self.inbox.shape[2] and x.nbytes % size == at % 4 == 0
+        """Whether `all_gather` takes x, or `all_to_all` with as many parts as there are ranks: whole pairs of words
+        that fit."""
+        at, unit = x.storage_offset() * x.dtype.itemsize, 8 * num_parts
+        return 0 < x.nbytes <= unit * self.inbox.shape[2] // 2 and x.nbytes % unit == at % 8 == 0
 
     def sums(self, x: torch.Tensor) -> bool:
         """Whether `all_reduce` takes it."""
@@ -98,6 +102,20 @@ def _words(low, high, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _inbox_of(addresses_ptr, rank):
+    return tl.multiple_of(tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit
+def _tile_of(tile, num_words, WORDS: tl.constexpr):
+    """Where the words of a tile lie, [WORDS / 2, 2], and which of them exist: both of a pair, which moves at once."""
+    pair = tile * (WORDS // 2) + tl.arange(0, WORDS // 2)
+    at = pair[:, None] * 2 + tl.arange(0, 2)[None, :]
+    return at, (pair < num_words // 2)[:, None]
+
+
+# Of any size alike: a size that comes first while others wait must not be compiled then.
+@triton.jit(do_not_specialize=["num_words", "num_tiles"])
 def _exchange_kernel(
     x_ptr, out_ptr, addresses_ptr, num_calls_ptr, num_words, num_tiles,
     RANK: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr, WORDS: tl.constexpr, IS_SPLIT: tl.constexpr,
@@ -108,31 +126,29 @@ def _exchange_kernel(
     wait_for_previous(PDL)
     if SENDS:
         for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            at = tile * WORDS + tl.arange(0, WORDS)
-            mask = at < num_words
+            at, mask = _tile_of(tile, num_words, WORDS)
             call = tl.load(num_calls_ptr + tile) + 1
             flag = call.to(tl.int64) << 32
             slots = ((call & 1) * SIZE + RANK) * CAPACITY + at
             for distance in tl.static_range(1, SIZE):
                 to = (RANK + distance) % SIZE
                 words = tl.load(x_ptr + (to * num_words if IS_SPLIT else 0) + at, mask=mask, other=0)
-                inbox = tl.load(addresses_ptr + to).to(tl.pointer_type(tl.int64))
+                inbox = _inbox_of(addresses_ptr, to)
                 tl.store(inbox + slots, words.to(tl.int64) & 0xFFFFFFFF | flag, mask=mask)
     if RECEIVES:
-        inbox = tl.load(addresses_ptr + RANK).to(tl.pointer_type(tl.int64))
+        inbox = _inbox_of(addresses_ptr, RANK)
         for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            at = tile * WORDS + tl.arange(0, WORDS)
-            mask = at < num_words
+            at, mask = _tile_of(tile, num_words, WORDS)
             call = tl.load(num_calls_ptr + tile) + 1
             for sender in tl.static_range(SIZE):
                 if sender == RANK:
                     words = tl.load(x_ptr + (RANK * num_words if IS_SPLIT else 0) + at, mask=mask, other=0)
                 else:
                     came = inbox + ((call & 1) * SIZE + sender) * CAPACITY + at
-                    pair = tl.load(came, mask=mask, other=0, volatile=True)
-                    while tl.max(((pair >> 32).to(tl.int32) != call).to(tl.int32) * mask.to(tl.int32), axis=0) > 0:
-                        pair = tl.load(came, mask=mask, other=0, volatile=True)
-                    words = pair.to(tl.int32)
+                    flagged = tl.load(came, mask=mask, other=0, volatile=True)
+                    while tl.max((((flagged >> 32).to(tl.int32) != call) & mask).to(tl.int32)) > 0:
+                        flagged = tl.load(came, mask=mask, other=0, volatile=True)
+                    words = flagged.to(tl.int32)
                 if SUMMED is None:
                     tl.store(out_ptr + sender * num_words + at, words, mask=mask)
                 elif sender == 0:
@@ -162,7 +178,9 @@ def _launch(
 def _num_words(mailbox: Mailbox, x: torch.Tensor, num_parts: int) -> int:
     check_contiguous("x", x)
     if not mailbox.holds(x, num_parts):
-        raise ValueError(f"x: {x.nbytes} bytes in {num_parts} parts are not aligned words that fit, see Mailbox.holds")
+        raise ValueError(
+            f"x: {x.nbytes} bytes in {num_parts} parts are not aligned pairs of words that fit, see Mailbox.holds"
+        )
     return x.nbytes // (4 * num_parts)
 
 

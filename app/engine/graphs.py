@@ -118,7 +118,7 @@ class StepGraphs:
     @torch.inference_mode()
     def _capture(self, shape: StepShape) -> None:
         self._buffers.fill(EMPTY_PLAN, shape)
-        inputs = self._buffers.inputs(shape)
+        inputs, graph = self._buffers.inputs(shape), None
         try:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -132,6 +132,8 @@ class StepGraphs:
                 logits = self._model.forward(inputs, self._cache)
             self._graphs[shape] = _Graph(graph, inputs, logits)
         except torch.cuda.OutOfMemoryError:
+            if graph is None and self._model.ranks.host.size > 1:
+                raise  # within a step that the others go on with
             logger.warning("no memory left for another CUDA graph; steps of %s run without", shape)
             self._can_capture = False
         # All ranks have a graph, or none: they replay them together.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -66,7 +67,8 @@ class Runner:
         if self._graphs is None or not self._graphs.can_capture_more:
             return False
         self._channel.send(Kind.CAPTURE)
-        self._graphs.capture_next()
+        with self._in_step():
+            self._graphs.capture_next()
         return True
 
     @torch.inference_mode()
@@ -74,17 +76,31 @@ class Runner:
         """Compute the batch's new tokens into the cache; returns fp32 logits [num_sequences, vocab].
 
         previous_token_ids: [rows sampled in the step before] int64 on the device, for a batch with previous_rows
+        Raises RankLostError if there are other ranks and the step fails here
         """
         plan = StepPlan.of(batch)
         self._channel.send(Kind.STEP, plan.pack() if self.beat_period_s else None)
         self.expert_counts.refresh()
-        return self._run(plan, previous_token_ids)
+        with self._in_step():
+            return self._run(plan, previous_token_ids)
 
     def stop(self) -> None:
         """Let the other ranks end. Nothing else may follow."""
         with suppress(RankLostError):
             self._channel.send(Kind.STOP)
         self._model.ranks.leave(self._cache.device)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """A rank that fails between collectives must end: the others would take its next step's for this one's."""
+        try:
+            yield
+        except RankLostError:
+            raise
+        except Exception as error:
+            if self._model.ranks.host.size == 1:
+                raise
+            raise RankLostError(f"rank 0 failed within a step: {type(error).__name__}: {error}") from error
 
     @torch.inference_mode()
     def follow(self) -> None:

@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -46,6 +46,7 @@ class RankPlace:
     init_method: str  # tcp://host:port, a free port of rank 0's host
     timeout_s: float = 30.0  # a collective that takes longer counts as a dead rank
     expert_placement: str | None = None  # a file that says where routed experts lie; None: spread evenly
+    peer_memory: bool = True  # small collectives of GPUs of one host go through their memory
 
     @property
     def num_ranks(self) -> int:
@@ -168,14 +169,15 @@ class Ranks:
                 "gloo", init_method=place.init_method, rank=place.rank, world_size=place.num_ranks,
                 timeout=timedelta(seconds=LOAD_TIMEOUT_S),
             )  # fmt: skip
-            make = functools.partial(_make_group, place.rank, device=device, timeout=timeout)
             rows = torch.arange(place.num_ranks).view(place.expert, place.tensor)
             everyone = rows.view(1, -1).tolist()
+            make = functools.partial(_make_group, place, device, timeout)
+            tensor, expert = make(rows.tolist()), make(rows.T.tolist())
             ranks = cls(
-                tensor=make(rows.tolist()),
-                expert=make(rows.T.tolist()),
-                world=make(everyone),
-                host=_make_group(place.rank, everyone, device=torch.device("cpu"), timeout=patience),
+                tensor=tensor,
+                expert=expert,
+                world=tensor if place.expert == 1 else expert if place.tensor == 1 else make(everyone),
+                host=_make_group(place, torch.device("cpu"), patience, everyone),
                 loading=Group(dist.group.WORLD),
                 timeout_s=place.timeout_s,
             )
@@ -184,7 +186,9 @@ class Ranks:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        with self.tensor.rehearsing(), self.expert.rehearsing(), self.world.rehearsing():
+        with ExitStack() as stack:
+            for group in {self.tensor, self.expert, self.world}:
+                stack.enter_context(group.rehearsing())
             yield
 
     def leave(self, device: torch.device) -> None:
@@ -193,16 +197,17 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def _make_group(rank: int, members: list[list[int]], *, device: torch.device, timeout: timedelta) -> Group:
-    """Every rank makes every group, in the same order, and keeps its own."""
-    mine, backend = Group(), "nccl" if device.type == "cuda" else "gloo"
+def _make_group(place: RankPlace, device: torch.device, timeout: timedelta, members: list[list[int]]) -> Group:
+    """Every rank makes every group, in the same order, and keeps its own. They are of one size."""
+    is_cuda = device.type == "cuda"
+    mine = None
     for ranks in members:
         if len(ranks) == 1:
             continue
-        handle = dist.new_group(ranks, backend=backend, timeout=timeout)
-        if rank in ranks:
-            mine = Group(handle, open_mailbox(handle, device))
-    return mine
+        handle = dist.new_group(ranks, backend="nccl" if is_cuda else "gloo", timeout=timeout)
+        if place.rank in ranks:
+            mine = handle
+    return Group(mine, open_mailbox(mine, device) if mine is not None and is_cuda and place.peer_memory else None)
 
 
 @contextmanager

@@ -4,48 +4,94 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
+import time
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from kernels.peer_exchange import Mailbox
+from kernels import peer_exchange
+from kernels.peer_exchange import WORDS, Mailbox
 
 logger = logging.getLogger(__name__)
-# What a rank sends in one collective; flags double it. NCCL's rings use the link better from there on.
+T = TypeVar("T")
+# What a rank sends in one collective; flags double it. Between two H200s NCCL is the faster one somewhere beyond.
 MAX_BYTES = 4 * 1024 * 1024
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+TRIAL_S = 30.0
 
 
 def open_mailbox(group: dist.ProcessGroup, device: torch.device) -> Mailbox | None:
-    """This rank's mailbox for the group, or None on all of its ranks: on a CPU, on several hosts, or if the GPUs cannot
-    reach each other's memory."""
-    if device.type != "cuda":
-        return None
+    """This rank's mailbox for its group of CUDA devices. All ranks of all groups open theirs at the same time.
+
+    None on all of them where one cannot: ranks on several hosts, or GPUs that do not reach each other's memory.
+    """
     import torch.distributed._symmetric_memory as symmetric_memory  # of no use, and 30 ms, on a CPU
 
-    size = dist.get_world_size(group)
-    if len(set(_everyones(f"{socket.gethostname()} {_BOOT_ID.read_text()}", group))) > 1:
-        return None
-    # Ray shows each rank its own GPU only, so that all of them call theirs number 0.
+    # Ray shows each rank its own GPU only, so that all of them call theirs number 0. (It turns multicast off as well.)
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    mailbox, problem = None, ""
+    size, places = dist.get_world_size(group), _everyones(_place())
+    inbox, problem = torch.empty(0), ""
+    if len({places[rank] for rank in dist.get_process_group_ranks(group)}) > 1:
+        problem = "ranks of one group on several hosts"
+    else:
+        capacity = MAX_BYTES // (size - 1) // (4 * WORDS) * WORDS
+        try:
+            inbox = symmetric_memory.empty(2, size, capacity, dtype=torch.int64, device=device).zero_()
+            torch.cuda.synchronize(device)  # empty before another rank writes
+        except RuntimeError as error:
+            problem = _first_line(error)
+    if _has_problem(problem):
+        return None
+    mailbox = None
     try:
-        capacity = MAX_BYTES // (size - 1) // 4
-        inbox = symmetric_memory.empty(2, size, capacity, dtype=torch.int64, device=device).zero_()
         addresses = symmetric_memory.rendezvous(inbox, group).buffer_ptrs
         mailbox = Mailbox.around(dist.get_rank(group), inbox, addresses)
-        torch.cuda.synchronize(device)  # empty before another rank writes
+        problem = _try(mailbox)
     except RuntimeError as error:
-        problem = str(error).splitlines()[0]
-    if any(problems := _everyones(problem, group)):
-        logger.warning("no memory shared between GPUs, NCCL does it all: %s", next(filter(None, problems)))
-        return None
-    return mailbox
+        problem = _first_line(error)
+    return None if _has_problem(problem) else mailbox
 
 
-def _everyones(value: str, group: dist.ProcessGroup) -> list[str]:
-    found = [""] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
+def _try(mailbox: Mailbox) -> str:
+    """What is wrong with a first exchange; empty if nothing is."""
+    numbers = torch.full((2,), mailbox.rank + 1.0, device=mailbox.inbox.device)
+    peer_exchange.all_reduce(numbers, mailbox)
+    done = torch.cuda.Event()
+    done.record()
+    deadline_s = time.monotonic() + TRIAL_S
+    while not done.query() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    if not done.query():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            mailbox.inbox.fill_(1 << 32)  # as if zeros had come, so that the kernel ends
+    expected = float(sum(range(mailbox.size + 1)))
+    return "" if numbers.tolist() == [expected] * 2 else "what one GPU writes does not reach another"
+
+
+def _place() -> str:
+    """Processes that say the same can hand each other memory: one kernel, which numbers them and shows files alike."""
+    try:
+        namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt")]
+        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), *namespaces])
+    except OSError as error:
+        return f"unknown: {error} {os.urandom(8).hex()}"
+
+
+def _has_problem(problem: str) -> bool:
+    """Whether any rank has one."""
+    problems = [found for found in _everyones(problem) if found]
+    if problems:
+        logger.warning("GPUs share no memory, all collectives go by NCCL: %s", problems[0])
+    return bool(problems)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _everyones(value: T) -> list[T]:
+    """Each rank's, by rank; on the hosts, with the patience that loading takes."""
+    found = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
     return found

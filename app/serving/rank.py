@@ -140,6 +140,7 @@ def rank_places(parallel: ParallelConfig, init_method: str) -> list[RankPlace]:
             init_method=init_method,
             timeout_s=parallel.collective_timeout_s,
             expert_placement=parallel.expert_placement,
+            peer_memory=parallel.peer_memory,
         )
         for rank in range(parallel.num_ranks)
     ]

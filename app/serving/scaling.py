@@ -303,8 +303,9 @@ def _upward(
     calm = replace(state, queue=None)
     if not is_pressed(load, config):
         return calm, current, ()
-    if state.queue is None:
-        state = replace(state, queue=load.queue, queue_since_s=now)
+    queue = state.queue
+    if queue is None:
+        queue, state = load.queue, replace(state, queue=load.queue, queue_since_s=now)
     pressure = f"queue at {load.backlog:.1f} x the target" if load.backlog >= 1 else "KV cache over its target"
     num_starting = max(0, current - pool.num_running)
     if math.isfinite(load.prefill) and need > current:
@@ -314,7 +315,7 @@ def _upward(
     if not math.isfinite(load.prefill):
         return state, current + 1, (f"{pressure}; speed not measured yet, one more",)
     # Both at the speed as it is known now: it may have been learned meanwhile.
-    before = (state.queue or load.queue).backlog(load.num_replicas, load.speed, config)
+    before = queue.backlog(load.num_replicas, load.speed, config)
     since_s = now - state.queue_since_s
     if load.backlog >= 1 and since_s >= config.up_window_s and load.backlog > GROWTH * before:
         return state, current + 1, (f"{pressure} and growing, one more",)

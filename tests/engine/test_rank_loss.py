@@ -67,6 +67,29 @@ def test_a_rank_lost_under_load_ends_streams_and_engine(folder: Path, harm: Call
         sharded.followers[0].kill()
 
 
+def test_rank_0_that_fails_within_a_step_ends_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank waits for that step's collectives: the next step's must not be taken for them."""
+    with sharded_engine(folder, engine_config(), 2, 1, timeout_s=TIMEOUT_S) as sharded:
+        engine = sharded.engine
+
+        def out_of_memory(*_args: object) -> None:
+            raise MemoryError("no room")
+
+        async def go() -> None:
+            stream = engine.generate(greedy("r", prompt_of(20, 3, 97), 500))
+            await anext(stream)
+            monkeypatch.setattr(engine._runner._model._layers[-1], "forward", out_of_memory)
+            async for _ in stream:
+                pass
+
+        engine.start()
+        with pytest.raises(UnavailableError, match="rank 0 failed within a step: MemoryError: no room"):
+            asyncio.run(asyncio.wait_for(go(), TIMEOUT_S + SLACK_S))
+        with pytest.raises(EngineError, match="failed within a step"):
+            engine.check_health()
+        sharded.followers[0].kill()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("harm", [kill, freeze])
 def test_a_rank_lost_while_nothing_runs_is_noticed(folder: Path, harm: Callable[[BaseProcess], None]) -> None:

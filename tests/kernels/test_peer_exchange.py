@@ -6,6 +6,8 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -13,11 +15,11 @@ import torch
 
 from kernels import peer_exchange
 from kernels.peer_exchange import WORDS, Mailbox, all_gather, all_reduce, all_reduce_reference, all_to_all
-from tests.kernels.cases import CUDA, Target, assert_bitwise_equal, generator
+from tests.kernels.cases import CUDA, INTERPRETED, Target, assert_bitwise_equal, generator
 from tests.kernels.conftest import TRITON_ON_CPU
 
 CAPACITY = 3 * WORDS
-SHAPES = [(1, 2), (3, 14), (1, 2 * WORDS), (5, 2 * WORDS - 2)]
+SHAPES = [(1, 4), (3, 12), (1, 2 * WORDS), (5, 2 * WORDS - 4)]
 
 
 @pytest.fixture(
@@ -61,7 +63,7 @@ def test_every_rank_gets_the_sum_in_the_same_bits(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.int64, torch.uint8])
 def test_gather_and_exchange_move_every_byte(dtype: torch.dtype, triton_target: Target) -> None:
     boxes, random = mailboxes(3, triton_target), generator(str(dtype))
-    for num_rows, width in ((1, 4), (4, 60), (2, 92)):
+    for num_rows, width in ((1, 8), (4, 56), (2, 92)):
         values = torch.randint(0, 200, (3, 3 * num_rows, width), generator=random)
         parts = list(triton_target.place(values, dtype).unbind())
         for gathered in run(all_gather, parts, boxes):
@@ -71,7 +73,7 @@ def test_gather_and_exchange_move_every_byte(dtype: torch.dtype, triton_target: 
 
 
 def test_special_values_pass(triton_target: Target) -> None:
-    special = torch.tensor([[torch.inf, -torch.inf, torch.nan, -0.0, 1e-40, 1024.0]])
+    special = torch.tensor([[torch.inf, -torch.inf, torch.nan, -0.0, 1e-40, 1024.0, 1.0, -1.0]])
     for dtype in triton_target.dtypes:
         for other in (torch.zeros_like(special), special):
             parts = [triton_target.place(part.clone(), dtype) for part in (special, other)]
@@ -79,6 +81,70 @@ def test_special_values_pass(triton_target: Target) -> None:
             for total in run(all_reduce, parts, mailboxes(2, triton_target)):
                 torch.testing.assert_close(total, expected, rtol=0.0, atol=0.0, equal_nan=True)
                 assert torch.equal(total.signbit()[:, 3], expected.signbit()[:, 3])
+
+
+def test_a_fast_rank_overwrites_nothing_that_another_has_yet_to_read(triton_target: Target) -> None:
+    """It may send its next words as soon as it has this call's, which the slower rank may not have read yet."""
+    boxes = mailboxes(2, triton_target)
+    calls = [
+        [triton_target.place(torch.full((1, 4), value)) for value in values] for values in ((1.0, 2.0), (10.0, 20.0))
+    ]
+    for part, box in zip(calls[0][:1] + calls[1][:1], boxes, strict=True):
+        all_reduce(part, box, receives=False)
+    all_reduce(calls[0][0], boxes[0], sends=False)
+    all_reduce(calls[0][1], boxes[0], receives=False)
+    assert (boxes[1].inbox[1, 0, :4] >> 32).tolist() == [1] * 4, "the first words are still there"
+    all_reduce(calls[1][0], boxes[1], sends=False)
+    all_reduce(calls[1][1], boxes[1], receives=False)
+    for rank in (0, 1):
+        all_reduce(calls[rank][1], boxes[rank], sends=False)
+    assert [[part[0, 0].item() for part in parts] for parts in calls] == [[11.0, 22.0]] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled there, where ranks run side by side")
+def test_a_rank_waits_for_every_word() -> None:
+    """The other one's come one after the other, by hand."""
+    box, _ = mailboxes(2, INTERPRETED)
+    words = torch.tensor([5.0, 6.0, 7.0, 8.0]).view(torch.int32).long()
+
+    def send() -> None:
+        for index, word in enumerate(words.tolist()):
+            time.sleep(0.1)
+            box.inbox[1, 1, index] = word | 1 << 32
+
+    x = torch.ones(4)
+    sender = threading.Thread(target=send)
+    sender.start()
+    all_reduce(x, box)
+    sender.join()
+    assert x.tolist() == [6.0, 7.0, 8.0, 9.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_ranks_run_side_by_side(size: int) -> None:
+    """Each on a stream of its own of one GPU, where all programs fit at once; one or the other is late."""
+    boxes, streams = mailboxes(size, CUDA), [torch.cuda.Stream() for _ in range(size)]
+    random = generator(size)
+    for index in range(200):
+        words = (4, WORDS, CAPACITY)[index % 3]
+        parts = [CUDA.place(torch.randn(1, words, generator=random)) for _ in range(size)]
+        splits = [CUDA.place(torch.randn(size, 2, generator=random)) for _ in range(size)]
+        expected, delays = all_reduce_reference(parts), torch.randint(0, 200_000, (size,), generator=random).tolist()
+        torch.cuda.synchronize()
+        outs = []
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(delays[rank] * (index % 2))
+                all_reduce(parts[rank], boxes[rank])
+                outs.append(
+                    (all_gather(parts[rank][:, :4].contiguous(), boxes[rank]), all_to_all(splits[rank], boxes[rank]))
+                )
+        torch.cuda.synchronize()
+        for rank, (gathered, swapped) in enumerate(outs):
+            assert_bitwise_equal(parts[rank], expected)
+            assert_bitwise_equal(gathered, expected[:, :4].expand(size, 4).contiguous())
+            assert_bitwise_equal(swapped, torch.stack([split[rank] for split in splits]))
 
 
 def test_calls_are_counted_past_the_largest_number(triton_target: Target) -> None:
@@ -95,16 +161,16 @@ def test_calls_are_counted_past_the_largest_number(triton_target: Target) -> Non
 def test_what_does_not_fit_is_refused(triton_target: Target) -> None:
     (box,) = mailboxes(1, triton_target)
     fits = torch.zeros(CAPACITY, 1)
-    assert box.sums(fits) and not box.sums(fits.double()) and not box.sums(torch.zeros(CAPACITY + 1, 1))
-    assert box.holds(fits.double()[:, :0]) is box.holds(torch.zeros(3, dtype=torch.float16)) is False
-    assert box.holds(torch.zeros(CAPACITY * 3), 3) and not box.holds(torch.zeros(CAPACITY * 3 + 3), 3)
-    assert not box.holds(torch.zeros(4), 3)
+    assert box.sums(fits) and not box.sums(fits.double()) and not box.sums(torch.zeros(CAPACITY + 2, 1))
+    assert not any(box.holds(part) for part in (fits[:0], torch.zeros(3), torch.zeros(2, dtype=torch.float16)))
+    assert box.holds(torch.zeros(CAPACITY * 3), 3) and not box.holds(torch.zeros(CAPACITY * 3 + 6), 3)
+    assert not box.holds(torch.zeros(8), 3)
     unaligned = torch.zeros(5, dtype=torch.float16)[1:]
     assert not box.holds(unaligned)
     with pytest.raises(ValueError, match=r"x: torch\.float64 is not summed"):
         all_reduce(fits.double(), box)
-    with pytest.raises(ValueError, match="x: 6148 bytes in 1 parts are not aligned words that fit"):
-        all_gather(torch.zeros(CAPACITY + 1), box)
+    with pytest.raises(ValueError, match="x: 6152 bytes in 1 parts are not aligned pairs of words that fit"):
+        all_gather(torch.zeros(CAPACITY + 2), box)
     with pytest.raises(ValueError, match="x: 8 bytes in 1 parts"):
         all_reduce(unaligned, box)
     with pytest.raises(ValueError, match="x: must be contiguous"):

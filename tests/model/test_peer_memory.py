@@ -6,13 +6,15 @@ import multiprocessing
 import os
 import random
 import socket
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from app.model import peer_memory
 from app.model.parallel import RankPlace, Ranks
-from kernels.peer_exchange import all_reduce_reference
+from kernels.peer_exchange import Mailbox, all_reduce_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,13 +24,12 @@ TIMEOUT_S = 120.0
 NUM_ROUNDS, NUM_REPLAYS = 40, 200
 
 
-@pytest.mark.parametrize("sees_all", [True, False], ids=["all GPUs seen", "its own seen"])
-def test_shared_memory_gives_what_nccl_gives(sees_all: bool) -> None:
+def run(check: Callable[[RankPlace, bool], None], sees_all: bool) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         method = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_run, args=(RankPlace(rank, 2, 1, method), sees_all)) for rank in range(2)]
+    ranks = [context.Process(target=check, args=(RankPlace(rank, 2, 1, method), sees_all)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     try:
@@ -41,15 +42,48 @@ def test_shared_memory_gives_what_nccl_gives(sees_all: bool) -> None:
             rank.join()
 
 
-def _run(place: RankPlace, sees_all: bool) -> None:
+@pytest.mark.parametrize("sees_all", [True, False], ids=["all GPUs seen", "its own seen"])
+def test_shared_memory_gives_what_nccl_gives(sees_all: bool) -> None:
+    run(_check_exchange, sees_all)
+
+
+def test_nccl_does_it_all_where_writes_do_not_arrive() -> None:
+    run(_check_fallback, True)
+
+
+def _join(place: RankPlace, sees_all: bool) -> Ranks:
     if not sees_all:  # as Ray does; before anything asks for a device
         os.environ["CUDA_VISIBLE_DEVICES"] = str(place.rank)
     device = torch.device("cuda", place.rank if sees_all else 0)
     torch.cuda.set_device(device)
-    ranks = Ranks.join(place, device)
-    assert ranks.tensor._mailbox is not None
+    return Ranks.join(place, device)
+
+
+def _check_exchange(place: RankPlace, sees_all: bool) -> None:
+    ranks = _join(place, sees_all)
+    assert ranks.tensor._mailbox is not None and ranks.world is ranks.tensor
+    device = torch.device("cuda", torch.cuda.current_device())
     _compare(ranks, place.rank, device)
     _replay(ranks, place.rank, device)
+    os._exit(0)
+
+
+def _check_fallback(place: RankPlace, sees_all: bool) -> None:
+    """Rank 1's words go nowhere, so rank 0 waits for them in vain, but not for ever."""
+    around = Mailbox.around
+
+    nowhere: list[torch.Tensor] = []
+
+    def lossy(rank: int, inbox: torch.Tensor, addresses: Sequence[int]) -> Mailbox:
+        nowhere.append(inbox.clone())
+        return around(rank, inbox, addresses if rank == 0 else [nowhere[0].data_ptr(), addresses[1]])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mailbox, "around", lossy)
+        patch.setattr(peer_memory, "TRIAL_S", 3.0)
+        ranks = _join(place, sees_all)
+    assert ranks.tensor._mailbox is None
+    assert ranks.tensor.all_reduce(torch.ones(4, device="cuda")).tolist() == [2.0] * 4
     os._exit(0)
 
 
