@@ -126,20 +126,25 @@ def test_ranks_run_side_by_side(size: int) -> None:
     """Each on a stream of its own of one GPU, where all programs fit at once; one or the other is late."""
     boxes, streams = mailboxes(size, CUDA), [torch.cuda.Stream() for _ in range(size)]
     random = generator(size)
+
+    def run_rank(
+        rank: int, box: Mailbox, part: torch.Tensor, split: torch.Tensor, delay: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.cuda.stream(streams[rank]):
+            torch.cuda._sleep(delay)
+            all_reduce(part, box)
+            return all_gather(part[:, :4].contiguous(), box), all_to_all(split, box)
+
+    for rank, box in enumerate(boxes):  # a kernel is not loaded while one runs that waits for it
+        run_rank(rank, box.to_itself(), torch.zeros(1, CAPACITY, device="cuda"), torch.zeros(size, 2, device="cuda"), 1)
     for index in range(200):
         words = (4, WORDS, CAPACITY)[index % 3]
         parts = [CUDA.place(torch.randn(1, words, generator=random)) for _ in range(size)]
         splits = [CUDA.place(torch.randn(size, 2, generator=random)) for _ in range(size)]
-        expected, delays = all_reduce_reference(parts), torch.randint(0, 200_000, (size,), generator=random).tolist()
+        delays = torch.randint(1, 200_000, (size,), generator=random).tolist()
+        expected = all_reduce_reference(parts)
         torch.cuda.synchronize()
-        outs = []
-        for rank, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(delays[rank] * (index % 2))
-                all_reduce(parts[rank], boxes[rank])
-                outs.append(
-                    (all_gather(parts[rank][:, :4].contiguous(), boxes[rank]), all_to_all(splits[rank], boxes[rank]))
-                )
+        outs = [run_rank(rank, boxes[rank], parts[rank], splits[rank], delays[rank]) for rank in range(size)]
         torch.cuda.synchronize()
         for rank, (gathered, swapped) in enumerate(outs):
             assert_bitwise_equal(parts[rank], expected)
