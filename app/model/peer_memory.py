@@ -37,7 +37,10 @@ def open_mailbox(group: dist.ProcessGroup, device: torch.device) -> Mailbox | No
     else:
         capacity = MAX_BYTES // (size - 1) // (4 * WORDS) * WORDS
         try:
-            inbox = symmetric_memory.empty(2, size, capacity, dtype=torch.int64, device=device).zero_()
+            # `symmetric_memory.empty` would import sympy and make a memory pool first, 2 s of every start.
+            shape, strides = (2, size, capacity), (size * capacity, capacity, 1)
+            allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p  # type: ignore[attr-defined]
+            inbox = allocate(shape, strides, torch.int64, device).zero_()
             torch.cuda.synchronize(device)  # empty before another rank writes
         except RuntimeError as error:
             problem = _first_line(error)
