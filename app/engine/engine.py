@@ -28,6 +28,7 @@ MAX_FAILED_STEPS = 3  # in a row; then the engine is dead, not unlucky
 IDLE_WAIT_S = 0.01
 # Each stream that wakes takes the interpreter from the engine's thread: the more there are, the more rarely they do.
 MIN_DELIVERY_PERIOD_S, MAX_DELIVERY_PERIOD_S, STREAM_PERIOD_S = 0.02, 0.1, 0.001
+EARLY_DELIVERY_S = 0.01  # streams due within it come along when one is due: one wake-up for all of them
 
 
 @dataclass(slots=True)
@@ -180,8 +181,10 @@ class Engine:
                     stream.undelivered.append(chunk)
                     if _is_urgent(chunk):
                         stream.next_delivery_s = now
-            for stream in self._streams.values():
-                if stream.undelivered and stream.next_delivery_s <= now:
+            is_due = any(stream.undelivered and stream.next_delivery_s <= now for stream in self._streams.values())
+            horizon_s = now + EARLY_DELIVERY_S
+            for stream in self._streams.values() if is_due else ():
+                if stream.undelivered and stream.next_delivery_s <= horizon_s:
                     per_loop[stream.loop].append((stream, stream.undelivered))
                     stream.undelivered, stream.next_delivery_s = [], now + period_s
         for loop, pairs in per_loop.items():

@@ -25,6 +25,7 @@ from app.tokenizer import Detokenizer, Tokenizer
 MIN_WINDOW_S = 0.020
 STREAM_WINDOW_S = 0.005  # per live stream: the proxy's share of the cost stays within half a core
 MAX_WINDOW_S = 0.200
+PART_SEQS = 12  # with fewer a part is not worth an item: a new request waits some 10 ms behind so many
 CHANNEL_IDLE_S = 5.0  # a channel ends after that long without sequences, so that a replica can drain
 
 
@@ -125,8 +126,9 @@ class Collector:
         is_early = delay_s > 0.0 and await _wait_at_most(self._urgent, delay_s)
         num_due = 0
         if not is_early:
-            part = MIN_WINDOW_S / self._pacer.window_s if self._in_parts else 1.0
-            num_due = math.ceil(part * max(self._pacer.num_streams, len(self._chunks)))
+            num_seqs = max(self._pacer.num_streams, len(self._chunks))
+            part = min(1.0, max(MIN_WINDOW_S / self._pacer.window_s, PART_SEQS / num_seqs)) if self._in_parts else 1.0
+            num_due = math.ceil(part * num_seqs)
             self._next_s = loop.time() + part * self._pacer.window_s
         return self.take(num_due)
 

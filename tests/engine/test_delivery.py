@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from app.config import EngineConfig, ModelSource
-from app.engine.engine import MAX_DELIVERY_PERIOD_S, MIN_DELIVERY_PERIOD_S, Engine, _Stream
+from app.engine.engine import EARLY_DELIVERY_S, MAX_DELIVERY_PERIOD_S, MIN_DELIVERY_PERIOD_S, Engine, _Stream
 from app.engine.loading import load_engine
 from app.protocol import TokenChunk
 
@@ -48,6 +48,27 @@ def test_one_stream_that_begins_or_ends_does_not_wake_the_others(clock: list[flo
         engine._deliver([chunk("b", 4)])
         assert await received(streams) == {"b": [(2, 3, 4)]}
         assert not any(stream.undelivered for stream in streams.values())
+
+    asyncio.run(go(engine))
+
+
+def test_streams_that_are_nearly_due_come_along(clock: list[float]) -> None:
+    """Two that began 5 ms apart wake the loop once a period, not twice."""
+    engine = load_engine(ModelSource(), EngineConfig(cache_blocks=4))
+
+    async def go(engine: Engine) -> None:
+        streams = {name: _Stream(asyncio.get_running_loop(), asyncio.Queue()) for name in "ab"}
+        engine._streams.update(streams)
+        engine._deliver([chunk("a", 1)])
+        clock[0] += EARLY_DELIVERY_S / 2
+        engine._deliver([chunk("a", 2), chunk("b", 1)])
+        assert await received(streams) == {"a": [(1,)], "b": [(1,)]}
+        clock[0] += MIN_DELIVERY_PERIOD_S - EARLY_DELIVERY_S
+        engine._deliver([chunk("b", 2)])
+        assert await received(streams) == {}, "none is due: nearly due alone does not wake"
+        clock[0] += EARLY_DELIVERY_S / 2
+        engine._deliver([])
+        assert await received(streams) == {"a": [(2,)], "b": [(2,)]}
 
     asyncio.run(go(engine))
 

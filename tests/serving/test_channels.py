@@ -97,13 +97,13 @@ async def test_an_end_that_moves_to_a_channel_leaves_no_tokens_of_the_others_beh
 async def test_a_channel_spreads_its_sequences_over_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "MIN_WINDOW_S", 0.05)  # a quarter of a window of 0.2 s
     pacer = Pacer()
-    pacer.num_streams = 40
+    pacer.num_streams = 48
     channel = Channel("c", pacer)
     items = channel.items()
     assert await anext(items) == ()
-    for index in range(40):
+    for index in range(48):
         channel.collector.add(TokenChunk(f"s{index}", (1,)))
     start_s = time.monotonic()
-    assert [len(await anext(items)) for _ in range(4)] == [10] * 4
+    assert [len(await anext(items)) for _ in range(4)] == [12] * 4
     assert time.monotonic() - start_s >= 0.14
     await items.aclose()

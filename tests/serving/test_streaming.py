@@ -179,20 +179,31 @@ async def test_many_sequences_leave_in_parts_each_once_a_window(monkeypatch: pyt
     """What comes for a new request waits behind a part, not behind all of them, and an end takes only itself along."""
     monkeypatch.setattr(streaming, "MIN_WINDOW_S", 0.05)  # parts of 1/4: a window is 0.2 s
     pacer = Pacer()
-    pacer.num_streams = 40
+    pacer.num_streams = 48
     collector = Collector(pacer, in_parts=True)
-    for index in range(40):
+    for index in range(48):
         collector.add(TokenChunk(f"s{index}", (1,)))
     parts = [await collector.batch()]
     collector.add(TokenChunk("s0", (2,)))  # back in the queue, behind those that have not left yet
-    collector.add(TokenChunk("s39", (2,), finish_reason="length"))
+    collector.add(TokenChunk("s47", (2,), finish_reason="length"))
     ended = await collector.batch()
-    assert [(chunk.request_id, chunk.token_ids) for chunk in ended] == [("s39", (1, 2))]
+    assert [(chunk.request_id, chunk.token_ids) for chunk in ended] == [("s47", (1, 2))]
     while not collector.is_empty:
         parts.append(await collector.batch())
-    assert max(map(len, parts)) == 10
+    assert max(map(len, parts)) == 12
     names = [chunk.request_id for part in parts for chunk in part]
-    assert names == [f"s{index}" for index in range(39)] + ["s0"]
+    assert names == [f"s{index}" for index in range(47)] + ["s0"]
+
+
+@pytest.mark.asyncio
+async def test_few_sequences_leave_together() -> None:
+    """Parts of them would cost more items than what comes for a new request is worth."""
+    pacer = Pacer()
+    pacer.num_streams = 8
+    collector = Collector(pacer, in_parts=True)
+    for index in range(8):
+        collector.add(TokenChunk(f"s{index}", (1,)))
+    assert len(await collector.batch()) == 8
 
 
 @pytest.mark.asyncio
