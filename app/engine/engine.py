@@ -180,11 +180,11 @@ class Engine:
                 if stream is not None:
                     stream.undelivered.append(chunk)
                     if _is_urgent(chunk):
-                        stream.next_delivery_s = now
-            is_due = any(stream.undelivered and stream.next_delivery_s <= now for stream in self._streams.values())
-            horizon_s = now + EARLY_DELIVERY_S
-            for stream in self._streams.values() if is_due else ():
-                if stream.undelivered and stream.next_delivery_s <= horizon_s:
+                        stream.next_delivery_s = 0.0
+            waiting = [stream for stream in self._streams.values() if stream.undelivered]
+            if any(stream.next_delivery_s <= now for stream in waiting):
+                due = [stream for stream in waiting if stream.next_delivery_s <= now + EARLY_DELIVERY_S]
+                for stream in sorted(due, key=lambda stream: stream.next_delivery_s):
                     per_loop[stream.loop].append((stream, stream.undelivered))
                     stream.undelivered, stream.next_delivery_s = [], now + period_s
         for loop, pairs in per_loop.items():

@@ -80,8 +80,8 @@ class Runner:
         """
         plan = StepPlan.of(batch)
         self._channel.send(Kind.STEP, plan.pack() if self.beat_period_s else None)
-        self.expert_counts.refresh()
         with self._in_step():
+            self.expert_counts.refresh()
             return self._run(plan, previous_token_ids)
 
     def stop(self) -> None:
@@ -95,10 +95,8 @@ class Runner:
         """A rank that fails between collectives must end: the others would take its next step's for this one's."""
         try:
             yield
-        except RankLostError:
-            raise
         except Exception as error:
-            if self._model.ranks.host.size == 1:
+            if self._model.ranks.host.size == 1 or isinstance(error, RankLostError):
                 raise
             raise RankLostError(f"rank 0 failed within a step: {type(error).__name__}: {error}") from error
 

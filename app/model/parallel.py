@@ -80,6 +80,11 @@ class Group:
         self.size = dist.get_world_size(handle) if handle else 1
         self._is_alone = self.size == 1
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether small collectives go by a mailbox, where there are any."""
+        return self.size == 1 or self._mailbox is not None
+
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Inside, collectives return at once what has their result's shape: for a first run that compiles kernels."""
@@ -171,16 +176,15 @@ class Ranks:
             )  # fmt: skip
             rows = torch.arange(place.num_ranks).view(place.expert, place.tensor)
             everyone = rows.view(1, -1).tolist()
-            make = functools.partial(_make_group, place, device, timeout)
-            tensor, expert = make(rows.tolist()), make(rows.T.tolist())
-            ranks = cls(
-                tensor=tensor,
-                expert=expert,
-                world=tensor if place.expert == 1 else expert if place.tensor == 1 else make(everyone),
-                host=_make_group(place, torch.device("cpu"), patience, everyone),
-                loading=Group(dist.group.WORLD),
-                timeout_s=place.timeout_s,
-            )
+            make = functools.partial(_make_group, place.rank, device, timeout)
+            memory = device.type == "cuda" and place.peer_memory
+            tensor = make(rows.tolist(), memory)
+            expert = make(rows.T.tolist(), memory and tensor.shares_memory)
+            world = tensor if place.expert == 1 else expert
+            if place.tensor > 1 and place.expert > 1:
+                world = make(everyone, memory and tensor.shares_memory and expert.shares_memory)
+            host = _make_group(place.rank, torch.device("cpu"), patience, everyone, False)
+            ranks = cls(tensor, expert, world, host, loading=Group(dist.group.WORLD), timeout_s=place.timeout_s)
         logger.info("rank %d of %d has joined %s", place.rank, place.num_ranks, place.init_method)
         return ranks
 
@@ -197,17 +201,19 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def _make_group(place: RankPlace, device: torch.device, timeout: timedelta, members: list[list[int]]) -> Group:
-    """Every rank makes every group, in the same order, and keeps its own. They are of one size."""
-    is_cuda = device.type == "cuda"
+def _make_group(rank: int, device: torch.device, timeout: timedelta, members: list[list[int]], memory: bool) -> Group:
+    """Every rank makes every group, in the same order, and keeps its own. They are of one size.
+
+    memory: try whether they can share some
+    """
     mine = None
     for ranks in members:
         if len(ranks) == 1:
             continue
-        handle = dist.new_group(ranks, backend="nccl" if is_cuda else "gloo", timeout=timeout)
-        if place.rank in ranks:
+        handle = dist.new_group(ranks, backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        if rank in ranks:
             mine = handle
-    return Group(mine, open_mailbox(mine, device) if mine is not None and is_cuda and place.peer_memory else None)
+    return Group(mine, open_mailbox(mine, device) if mine is not None and memory else None)
 
 
 @contextmanager

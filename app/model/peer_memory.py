@@ -19,12 +19,16 @@ T = TypeVar("T")
 # What a rank sends in one collective; flags double it. Between two H200s NCCL is the faster one somewhere beyond.
 MAX_BYTES = 4 * 1024 * 1024
 TRIAL_S = 30.0
+# For as long as the process lives: freeing them waits for the device, and that may wait for a rank that is gone.
+_KEPT: list[torch.Tensor] = []
 
 
 def open_mailbox(group: dist.ProcessGroup, device: torch.device) -> Mailbox | None:
     """This rank's mailbox for its group of CUDA devices. All ranks of all groups open theirs at the same time.
 
-    None on all of them where one cannot: ranks on several hosts, or GPUs that do not reach each other's memory.
+    None on all of them where one cannot: ranks on several hosts, or GPUs that do not reach each other's memory. Then
+    none may try again with another group: torch's counts of exchanged addresses differ where one rank failed. One that
+    fails in the midst of that exchange leaves the others waiting for as long as loading may take.
     """
     import torch.distributed._symmetric_memory as symmetric_memory  # of no use, and 30 ms, on a CPU
 
@@ -41,8 +45,9 @@ def open_mailbox(group: dist.ProcessGroup, device: torch.device) -> Mailbox | No
             shape, strides = (2, size, capacity), (size * capacity, capacity, 1)
             allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p  # type: ignore[attr-defined]
             inbox = allocate(shape, strides, torch.int64, device).zero_()
+            _KEPT.append(inbox)
             torch.cuda.synchronize(device)  # empty before another rank writes
-        except RuntimeError as error:
+        except Exception as error:
             problem = _first_line(error)
     if _has_problem(problem):
         return None
@@ -51,7 +56,7 @@ def open_mailbox(group: dist.ProcessGroup, device: torch.device) -> Mailbox | No
         addresses = symmetric_memory.rendezvous(inbox, group).buffer_ptrs
         mailbox = Mailbox.around(dist.get_rank(group), inbox, addresses)
         problem = _try(mailbox)
-    except RuntimeError as error:
+    except Exception as error:
         problem = _first_line(error)
     return None if _has_problem(problem) else mailbox
 
@@ -66,13 +71,15 @@ def _try(mailbox: Mailbox) -> str:
     done = torch.cuda.Event()
     done.record()
     deadline_s = time.monotonic() + TRIAL_S
-    while not done.query() and time.monotonic() < deadline_s:
+    while not done.query():
+        if time.monotonic() > deadline_s:
+            with torch.cuda.stream(beside):
+                mailbox.inbox.copy_(zeros_came)  # so the kernel ends
+            torch.cuda.synchronize()
+            return "what one GPU writes does not reach another"
         time.sleep(0.001)
-    if not done.query():
-        with torch.cuda.stream(beside):
-            mailbox.inbox.copy_(zeros_came)  # so the kernel ends
     expected = float(sum(range(mailbox.size + 1)))
-    return "" if numbers.tolist() == [expected] * 2 else "what one GPU writes does not reach another"
+    return "" if numbers.tolist() == [expected] * 2 else f"a first sum is {numbers.tolist()}, not {expected}"
 
 
 def _place() -> str:
@@ -92,7 +99,7 @@ def _has_problem(problem: str) -> bool:
     return bool(problems)
 
 
-def _first_line(error: RuntimeError) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

@@ -126,10 +126,10 @@ class Collector:
         is_early = delay_s > 0.0 and await _wait_at_most(self._urgent, delay_s)
         num_due = 0
         if not is_early:
-            num_seqs = max(self._pacer.num_streams, len(self._chunks))
-            part = min(1.0, max(MIN_WINDOW_S / self._pacer.window_s, PART_SEQS / num_seqs)) if self._in_parts else 1.0
-            num_due = math.ceil(part * num_seqs)
-            self._next_s = loop.time() + part * self._pacer.window_s
+            num_due = num_seqs = max(1, self._pacer.num_streams, len(self._chunks))
+            if self._in_parts:
+                num_due = min(num_seqs, max(PART_SEQS, math.ceil(MIN_WINDOW_S / self._pacer.window_s * num_seqs)))
+            self._next_s = loop.time() + self._pacer.window_s * num_due / num_seqs
         return self.take(num_due)
 
     def take(self, num_due: int | None = None) -> tuple[TokenChunk, ...]:

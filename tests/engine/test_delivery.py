@@ -73,6 +73,22 @@ def test_streams_that_are_nearly_due_come_along(clock: list[float]) -> None:
     asyncio.run(go(engine))
 
 
+def test_a_first_token_is_handed_over_before_the_others(clock: list[float]) -> None:
+    engine = load_engine(ModelSource(), EngineConfig(cache_blocks=4))
+
+    async def go(engine: Engine) -> None:
+        queue: asyncio.Queue[TokenChunk] = asyncio.Queue()
+        streams = {name: _Stream(asyncio.get_running_loop(), queue) for name in "abc"}
+        engine._streams.update(streams)
+        engine._deliver([chunk("a", 1), chunk("b", 1)])
+        clock[0] += MIN_DELIVERY_PERIOD_S
+        engine._deliver([chunk("a", 2), chunk("b", 2), chunk("c", 1)])
+        await asyncio.sleep(0)
+        assert [queue.get_nowait().request_id for _ in range(queue.qsize())] == ["a", "b", "c", "a", "b"]
+
+    asyncio.run(go(engine))
+
+
 def test_each_stream_has_its_own_period_and_waits_no_longer_than_for_a_step(clock: list[float]) -> None:
     engine = load_engine(ModelSource(), EngineConfig(cache_blocks=4))
 

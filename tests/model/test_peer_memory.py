@@ -1,4 +1,4 @@
-"""Two GPUs, a process each: collectives through shared memory give what NCCL gives, whoever is late."""
+"""Two ranks, a process each: on GPUs collectives through shared memory give what NCCL gives, whoever is late."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from app.model import peer_memory
 from app.model.parallel import RankPlace, Ranks
+from app.model.peer_memory import open_mailbox
 from kernels.peer_exchange import Mailbox, all_reduce_reference
 
-pytestmark = [
+ON_TWO_GPUS = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks need a GPU each"),
 ]
@@ -42,13 +43,37 @@ def run(check: Callable[[RankPlace, bool], None], sees_all: bool) -> None:
             rank.join()
 
 
-@pytest.mark.parametrize("sees_all", [True, False], ids=["all GPUs seen", "its own seen"])
+def test_ranks_without_gpus_agree_that_there_is_none() -> None:
+    """Whatever keeps one of them from it, and however early."""
+    run(_check_agreement, True)
+
+
+@pytest.mark.parametrize(
+    "sees_all",
+    [
+        pytest.param(True, id="all GPUs seen", marks=ON_TWO_GPUS),
+        pytest.param(False, id="its own seen", marks=ON_TWO_GPUS),
+    ],
+)
 def test_shared_memory_gives_what_nccl_gives(sees_all: bool) -> None:
     run(_check_exchange, sees_all)
 
 
+@pytest.mark.gpu
+@ON_TWO_GPUS[1]
 def test_nccl_does_it_all_where_writes_do_not_arrive() -> None:
     run(_check_fallback, True)
+
+
+def _check_agreement(place: RankPlace, _sees_all: bool) -> None:
+    ranks = Ranks.join(place, torch.device("cpu"))
+    assert ranks.tensor.handle is not None and ranks.world is ranks.tensor
+    with pytest.MonkeyPatch.context() as patch:
+        assert open_mailbox(ranks.tensor.handle, torch.device("cpu")) is None
+        patch.setattr(peer_memory, "_place", lambda: f"host {place.rank}")
+        assert open_mailbox(ranks.tensor.handle, torch.device("cpu")) is None
+    assert ranks.tensor.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
+    os._exit(0)
 
 
 def _join(place: RankPlace, sees_all: bool) -> Ranks:
