@@ -16,7 +16,7 @@ from kernels.peer_exchange import WORDS, Mailbox
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# What a rank sends in one collective; flags double it. Between two H200s NCCL is the faster one somewhere beyond.
+# What a rank sends in one collective; flags double it. Between two H200s NCCL is slower up to here.
 MAX_BYTES = 4 * 1024 * 1024
 TRIAL_S = 30.0
 # For as long as the process lives: freeing them waits for the device, and that may wait for a rank that is gone.

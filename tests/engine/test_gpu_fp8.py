@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -32,6 +30,7 @@ from tests.model.fp8_definition import (
     row_errors,
     save_fp8_checkpoint,
 )
+from tests.two_ranks import NEEDS_TWO_GPUS, run_two_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -110,31 +109,15 @@ def test_batch_invariant_answers_do_not_depend_on_what_runs_beside_them(folders:
     engine.stop()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks need a GPU each")
+@NEEDS_TWO_GPUS
 @pytest.mark.parametrize(("tensor", "expert"), [(2, 1), (1, 2)])
 def test_two_ranks_give_the_definition(folders: tuple[Path, Path], tmp_path: Path, tensor: int, expert: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        method = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    context, file = multiprocessing.get_context("spawn"), tmp_path / "answer.pt"
-    ranks = [
-        context.Process(target=_run, args=(folders[0], RankPlace(rank, tensor, expert, method), file))
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        for rank in ranks:
-            rank.join(RANKS_TIMEOUT_S)
-            assert rank.exitcode == 0
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+    file = tmp_path / "answer.pt"
+    run_two_ranks(_run, folders[0], file, tensor=tensor, expert=expert, timeout_s=RANKS_TIMEOUT_S)
     check_definition(torch.load(file), folders[0], "fp8", shared_is_exact=expert > 1)
 
 
-def _run(folder: Path, place: RankPlace, file: Path) -> None:
+def _run(place: RankPlace, folder: Path, file: Path) -> None:
     torch.cuda.set_device(place.rank)
     if place.rank:
         run_rank(ModelSource(path=str(folder)), engine_config("float32", "fp8"), place)

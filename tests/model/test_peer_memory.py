@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,53 +14,28 @@ from app.model import peer_memory
 from app.model.parallel import RankPlace, Ranks
 from app.model.peer_memory import open_mailbox
 from kernels.peer_exchange import Mailbox, all_reduce_reference
+from tests.two_ranks import NEEDS_TWO_GPUS, run_two_ranks
 
-ON_TWO_GPUS = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks need a GPU each"),
-]
 TIMEOUT_S = 120.0
 NUM_ROUNDS, NUM_REPLAYS = 40, 200
 
 
-def run(check: Callable[[RankPlace, bool], None], sees_all: bool) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        method = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=check, args=(RankPlace(rank, 2, 1, method), sees_all)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    try:
-        for rank in ranks:
-            rank.join(TIMEOUT_S)
-            assert rank.exitcode == 0
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-
-
 def test_ranks_without_gpus_agree_that_there_is_none() -> None:
     """Whatever keeps one of them from it, and however early."""
-    run(_check_agreement, True)
-
-
-@pytest.mark.parametrize(
-    "sees_all",
-    [
-        pytest.param(True, id="all GPUs seen", marks=ON_TWO_GPUS),
-        pytest.param(False, id="its own seen", marks=ON_TWO_GPUS),
-    ],
-)
-def test_shared_memory_gives_what_nccl_gives(sees_all: bool) -> None:
-    run(_check_exchange, sees_all)
+    run_two_ranks(_check_agreement, True, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.gpu
-@ON_TWO_GPUS[1]
+@NEEDS_TWO_GPUS
+@pytest.mark.parametrize("sees_all", [True, False], ids=["all GPUs seen", "its own seen"])
+def test_shared_memory_gives_what_nccl_gives(sees_all: bool) -> None:
+    run_two_ranks(_check_exchange, sees_all, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.gpu
+@NEEDS_TWO_GPUS
 def test_nccl_does_it_all_where_writes_do_not_arrive() -> None:
-    run(_check_fallback, True)
+    run_two_ranks(_check_fallback, True, timeout_s=TIMEOUT_S)
 
 
 def _check_agreement(place: RankPlace, _sees_all: bool) -> None:
