@@ -74,7 +74,7 @@ class PoolsPolicy:
 
     Serve overrules the policy for a pool at zero whose handle holds requests, whatever the budget. So routers keep
     requests to themselves while a pool has no replica, and report them to the monitor; and a pool closes before its
-    last replica stops: for CLOSE_S routers hold back, and what they hold reopens it.
+    last replica stops: for CLOSE_S routers hold back, and what they hold reopens it, as does what they still sent.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, post: Post = board.post) -> None:
@@ -178,11 +178,17 @@ def _latest(context: AutoscalingContext) -> dict[str, tuple[float, dict[str, flo
 def _signals(
     context: AutoscalingContext, demand: Mapping[str, Demand] | None, name: str, *, is_closing: bool
 ) -> PoolSignals:
+    reports = _reports(context)
+    of_pool = None if demand is None else demand.get(name, Demand())
+    num_seqs = sum(one.signals.running_seqs + one.signals.waiting_seqs for one in reports.values())
+    if is_closing and num_seqs:
+        of_pool = of_pool or Demand()
+        of_pool = replace(of_pool, waiting_seqs=of_pool.waiting_seqs + num_seqs)
     return PoolSignals(
         target=0 if is_closing else context.target_num_replicas,
         num_running=context.current_num_replicas,
-        reports=_reports(context),
-        demand=None if demand is None else demand.get(name, Demand()),
+        reports=reports,
+        demand=of_pool,
     )
 
 

@@ -68,6 +68,7 @@ class Dispatcher:
         self,
         pool: PoolName,
         client: PoolClient,
+        gate: ZeroGate,
         settings: Callable[[], RouterSettings],
         estimates: OutputEstimates,
         on_hold: Callable[[], None] = lambda: None,
@@ -79,7 +80,7 @@ class Dispatcher:
         self._estimates = estimates
         self._on_hold = on_hold
         self._view = PoolView()
-        self.gate = ZeroGate(pool)
+        self.gate = gate
         self._directory = PrefixDirectory()
         self._informed_s = -INFORMED_S
         self._expecting_until_s = 0.0

@@ -4,7 +4,8 @@
     channel call:  items with the chunks of several of this router's requests on one replica
 
 A call names its replica, and the channel that its tokens come by is opened to that same one. Where Serve picks another
-(see NamedReplicaRouter), a replica that has a channel already ends the second one at once.
+(see NamedReplicaRouter), a replica that has a channel already ends the second one at once. To a pool whose last replica
+stops none is opened: Serve would start a replica for it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from app.errors import EngineError, LongspanError, OverloadedError, ReplicaLostError, UnavailableError
 from app.protocol import GenerateRequest, TokenChunk
+from app.serving.demand import ZeroGate
 from app.serving.routing import PoolName
 
 logger = logging.getLogger("ray.serve")
@@ -35,8 +37,9 @@ Inbox = asyncio.Queue[list[TokenChunk] | LongspanError]
 
 
 class PoolClient:
-    def __init__(self, app: str, pool: PoolName) -> None:
+    def __init__(self, app: str, pool: PoolName, gate: ZeroGate) -> None:
         self._name = f"{app}/{pool}"
+        self._gate = gate
         self._handle: Any = serve.get_deployment_handle(pool, app_name=app)
         self._router_id = uuid.uuid4().hex
         self._inboxes: dict[str, Inbox] = {}  # by request id
@@ -134,7 +137,7 @@ class PoolClient:
 
     def _try_to_open_channel(self, replica_id: str) -> None:
         now_s = asyncio.get_running_loop().time()
-        if now_s < self._next_attempts_s.get(replica_id, 0.0):
+        if not self._gate.is_open or now_s < self._next_attempts_s.get(replica_id, 0.0):
             return
         self._next_attempts_s = {key: until_s for key, until_s in self._next_attempts_s.items() if until_s > now_s}
         self._next_attempts_s[replica_id] = now_s + CHANNEL_RETRY_S

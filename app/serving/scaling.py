@@ -258,7 +258,7 @@ def _without_figures(pool: PoolSignals, current: int, values: dict[str, float]) 
         return current, ("hold: no replica, and no fresh figures of the demand",)
     values["demand_seqs"] = pool.demand.waiting_seqs
     if current == 0 and pool.demand.waiting_seqs > 0:
-        return 1, (f"wake: {pool.demand.waiting_seqs:g} requests wait for a first replica",)
+        return 1, (f"wake: {pool.demand.waiting_seqs:g} requests need a first replica",)
     return current, ()
 
 

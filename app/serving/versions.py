@@ -12,6 +12,7 @@ from contextlib import suppress
 from ray import serve
 
 from app.config import RouterSettings, VersionConfig
+from app.serving.demand import ZeroGate
 from app.serving.dispatch import Dispatcher, Items, PromptRun
 from app.serving.metrics import ReplicaSeries, RouterSeries, ScalingSeries
 from app.serving.monitor import STALE_AFTER_S, RouterReport, VersionSnapshot
@@ -39,9 +40,10 @@ class Version:
         self.estimates = OutputEstimates(settings().expected_output_tokens)
         self._router_id = uuid.uuid4().hex
         self._held = asyncio.Event()
+        gates = {pool: ZeroGate(pool) for pool in POOLS}
         self._pools = {
-            pool: Dispatcher(pool, PoolClient(config.app, pool), settings, self.estimates, self._held.set)
-            for pool in POOLS
+            pool: Dispatcher(pool, PoolClient(config.app, pool, gate), gate, settings, self.estimates, self._held.set)
+            for pool, gate in gates.items()
         }
         self._monitor = serve.get_deployment_handle("monitor", app_name=config.app)
 

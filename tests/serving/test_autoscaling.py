@@ -240,6 +240,19 @@ def test_what_routers_hold_reopens_a_closing_pool() -> None:
         assert cluster.posted[-1]["long"].takes_requests
 
 
+@pytest.mark.parametrize("is_monitor_silent", [False, True])
+def test_what_still_runs_keeps_the_last_replica(is_monitor_silent: bool) -> None:
+    """Routers send on for a moment: such a request may take longer than a replica is given to stop."""
+    cluster = Cluster()
+    idle_until_it_closes(cluster)
+    if is_monitor_silent:
+        cluster.now += CONFIG.stale_after_s
+    for tick in range(10):
+        cluster.report("long", replica_stats(ReplicaSignals(running_seqs=1, max_running_seqs=16)), 1000.0 + tick)
+        assert cluster.decide(1.0)["long"] == 1
+        assert cluster.posted[-1]["long"].takes_requests
+
+
 def test_serve_accepts_it() -> None:
     """Serve's own wrapper around application policies calls ours and keeps its decisions when delays are 0."""
     from ray.serve.autoscaling_policy import _apply_app_level_autoscaling_config

@@ -22,6 +22,7 @@ from app.errors import (
 )
 from app.protocol import EngineStats, GenerateRequest, SamplingParams, TokenChunk
 from app.serving import dispatch as module
+from app.serving.demand import ZeroGate
 from app.serving.dispatch import Dispatcher, PromptRun
 from app.serving.monitor import ReplicaReport
 from app.serving.pool_client import PoolClient
@@ -85,7 +86,7 @@ async def forever(_replica: str | None, requests: Sequence[GenerateRequest]) -> 
 def build(play: Play = answer, *replicas: str, **settings: Any) -> tuple[Dispatcher, Client]:
     client = Client(play)
     chosen = RouterSettings(**settings)
-    dispatcher = Dispatcher("short", cast(PoolClient, client), lambda: chosen, OutputEstimates(50.0))
+    dispatcher = Dispatcher("short", cast(PoolClient, client), ZeroGate("short"), lambda: chosen, OutputEstimates(50.0))
     report(dispatcher, *replicas)
     return dispatcher, client
 

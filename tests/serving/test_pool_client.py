@@ -20,6 +20,8 @@ from app.errors import (
 )
 from app.protocol import GenerateRequest, SamplingParams, TokenChunk
 from app.serving import pool_client
+from app.serving.board import PoolDecision
+from app.serving.demand import ZeroGate
 from app.serving.pool_client import PoolClient
 from app.serving.streaming import StreamItem
 
@@ -65,7 +67,8 @@ class Pool:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.generate, self.channel = Handle(), Handle()
         monkeypatch.setattr(pool_client.serve, "get_deployment_handle", lambda *_args, **_kwargs: self)
-        self.client = PoolClient("pools", "short")
+        self.gate = ZeroGate("short")
+        self.client = PoolClient("pools", "short", self.gate)
         self.replica_id: str | None = "r1"  # asked for
         self.asked: list[str] = []
         self.taken: list[str] = []
@@ -120,6 +123,17 @@ async def test_without_a_channel_all_comes_by_the_own_stream(pool: Pool) -> None
     assert await task == "a:1 a:2"
     assert len(pool.channel.calls) == 1  # one attempt per CHANNEL_RETRY_S
     assert not pool.generate.calls[0].is_cancelled
+
+
+@pytest.mark.asyncio
+async def test_no_channel_is_opened_to_a_pool_that_stops(pool: Pool) -> None:
+    """It would wait in Serve's handle, and Serve would start a replica for it."""
+    pool.gate.update(PoolDecision(running=1, target=1, wanted=0, granted=0), None, 0.0)
+    task = asyncio.create_task(read(pool, "a"))
+    await settle()
+    pool.generate.calls[0].put(StreamItem((chunk("a", "1"),)), StreamItem((chunk("a", "2", "stop"),)), None)
+    assert await task == "a:1 a:2"
+    assert not pool.channel.calls
 
 
 @pytest.mark.asyncio
