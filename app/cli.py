@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -14,13 +15,15 @@ from app.planning import command as plan
 
 EXIT_CODES = """\
 exit codes: 0 done, 1 failed, 2 wrong configuration or arguments, 3 unusable checkpoint, 4 unsuitable machine,
-            130 interrupted
+            130 interrupted, 143 terminated
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     options = _parser().parse_args(arguments)
+    # Not at once: a command may have started a server, which must not outlive it.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         code: int = options.run(options)
     except LongspanError as error:
@@ -29,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("longspan: interrupted", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return code
 
 
