@@ -6,6 +6,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Ray clusters and their latencies want the machine to themselves.
+PYTEST_ALONE := $(BIN)/python -m pytest -n 2 --ignore tests/cluster
+PYTEST_CLUSTER := $(BIN)/python -m pytest tests/cluster
 
 # Usage statistics stay off, and `ray start` elsewhere on this machine must not find a token this one left behind.
 export RAY_USAGE_STATS_ENABLED := 0
@@ -22,10 +25,12 @@ test: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(PYTEST_ALONE)
+	$(PYTEST_CLUSTER)
 
 test-full: .venv/installed-test
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST_ALONE) -m "not gpu"
+	$(PYTEST_CLUSTER) -m "not gpu"
 
 # torch goes first, by itself: pip then settles on the constrained build before anything else asks for one.
 .venv/installed: pyproject.toml constraints.txt

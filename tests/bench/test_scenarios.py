@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import sys
 from typing import Any
 
 import psutil
@@ -18,7 +15,6 @@ from app.bench.replica_kill import KillRun
 from app.bench.scale_up import OVERLOAD_S, RATE
 from app.config import EngineConfig, QueueBounds
 from tests.bench.sse_server import SseServer, serving
-from tests.cluster.conftest import eventually
 
 
 def test_requests_are_counted_per_replica_whatever_they_ended_with() -> None:
@@ -49,18 +45,6 @@ def test_a_spinner_takes_a_core_and_goes() -> None:
         (spinner,) = set(psutil.Process().children()) - before
         assert spinner.is_running()
     assert not spinner.is_running()
-
-
-@pytest.mark.full
-def test_a_terminated_scenario_leaves_no_server_behind() -> None:
-    arguments = [sys.executable, "-m", "app.cli", "bench", "scenario", "cold-start"]
-    command = psutil.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    eventually(lambda: any(process.name() == "raylet" for process in command.children(recursive=True)))
-    started = command.children(recursive=True)
-    command.send_signal(signal.SIGTERM)
-    assert command.wait(60.0) == 143
-    _, left = psutil.wait_procs(started, timeout=10.0)
-    assert not left
 
 
 @pytest.mark.parametrize(
