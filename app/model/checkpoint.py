@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -115,6 +115,20 @@ class Span:
     @property
     def indices(self) -> slice:
         return slice(self.start, self.start + self.count)
+
+
+class TensorSource(Protocol):
+    """What a model's weights are read from."""
+
+    def fill(self, name: str, destination: torch.Tensor, spans: Sequence[Span] = ()) -> None:
+        """Write the tensor called `name` in the Hugging Face layout, or the part of it that `spans` name, one for each
+        dimension, into `destination`, at the latest at `flush`."""
+
+    def skip(self, name: str) -> None:
+        """Take note of a tensor of which this rank needs nothing."""
+
+    def flush(self) -> None:
+        """Return when every tensor asked for so far can be read on its device's default stream."""
 
 
 class Checkpoint:

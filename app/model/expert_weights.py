@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from app.model.checkpoint import SCALE_SUFFIX, Span, covering_blocks
+from app.model.checkpoint import SCALE_SUFFIX, Span, TensorSource, covering_blocks
 from app.model.config import FP8_BLOCK, ModelConfig
 from app.model.moe import Experts, Fp8Layer
 from app.model.sharding import piece_ends
 from kernels.checks import Backend, use_triton
 from kernels.experts_cpu import CpuExperts
 from kernels.fp8_experts import Fp8Experts
-
-if TYPE_CHECKING:
-    from app.model.weights import TensorSource
 
 
 def keeps_fp8(config: ModelConfig, width: Span, device: torch.device, backend: Backend | None) -> bool:

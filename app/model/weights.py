@@ -13,12 +13,11 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from app.model.attention.mla import MlaWeights
-from app.model.checkpoint import SCALE_SUFFIX, Checkpoint, Span, checkpoint_digest, verify_manifest
+from app.model.checkpoint import SCALE_SUFFIX, Checkpoint, Span, TensorSource, checkpoint_digest, verify_manifest
 from app.model.config import ModelConfig, MoeConfig
 from app.model.expert_weights import ExpertStack
 from app.model.layers import GatedMlp, Linear
@@ -26,7 +25,7 @@ from app.model.moe import MoeWeights
 from app.model.sharding import Shard, piece_ends
 from kernels.checks import Backend
 
-__all__ = ["LayerWeights", "ModelWeights", "TensorSource", "checkpoint_digest", "load_weights", "random_weights"]
+__all__ = ["LayerWeights", "ModelWeights", "checkpoint_digest", "load_weights", "random_weights"]
 
 logger = logging.getLogger(__name__)
 RANDOM_STD = 0.02
@@ -50,18 +49,6 @@ class ModelWeights:
     norm: torch.Tensor  # [D]
     lm_head: Linear | None  # D -> V, or the same range; None on a rank that computes no logits
     bytes_read: int = 0  # of the checkpoint's files
-
-
-class TensorSource(Protocol):
-    def fill(self, name: str, destination: torch.Tensor, spans: Sequence[Span] = ()) -> None:
-        """Write the tensor called `name` in the Hugging Face layout, or the part of it that `spans` name, one for each
-        dimension, into `destination`, at the latest at `flush`."""
-
-    def skip(self, name: str) -> None:
-        """Take note of a tensor of which this rank needs nothing."""
-
-    def flush(self) -> None:
-        """Return when every tensor asked for so far can be read on its device's default stream."""
 
 
 def load_weights(
