@@ -15,7 +15,7 @@ from app.planning import command as plan
 
 EXIT_CODES = """\
 exit codes: 0 done, 1 failed, 2 wrong configuration or arguments, 3 unusable checkpoint, 4 unsuitable machine,
-            130 interrupted, 143 terminated
+            130 interrupted, 143 terminated, 129 its terminal was closed
 """
 
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     options = _parser().parse_args(arguments)
     # Not at once: a command may have started a server, which must not outlive it.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         code: int = options.run(options)
     except LongspanError as error:
@@ -33,8 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("longspan: interrupted", file=sys.stderr)
         return 130
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return code
+
+
+def _leave(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,10 @@ settings.load_profile("longspan")
 # tensors take the torch path unless a test forces the Triton backend, so it changes nothing for the other tests.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Engines take a lock to compile, tests of single kernels do not: two workers would mix up Numba's files.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parents[1] / ".numba_cache" / worker)
 
 
 @pytest.fixture(autouse=True)

@@ -156,21 +156,25 @@ class LocalServer:
         return total
 
     def stop(self) -> None:
-        """Shut Serve and Ray down, then end whatever of them is left, and remove the folder."""
-        if self._process is not None:
-            self.processes()
-            if self._process.poll() is None:
+        """Shut Serve and Ray down, then end whatever of them is left, and remove the folder.
+
+        Who is interrupted once more meanwhile wants it to end now.
+        """
+        try:
+            if self._process is not None and self._process.poll() is None:
+                self.processes()
                 self._process.send_signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_TIMEOUT_S)
-            left = self.processes()
-            _, left = psutil.wait_procs(left, timeout=5.0)
-            for process in left:
+            psutil.wait_procs(self.processes(), timeout=5.0)
+        finally:
+            for process in self.processes():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            self._process.wait()
-            self._process = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+            if self._process is not None:
+                self._process.wait()
+                self._process = None
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _edited_config(self) -> dict[str, Any]:
         try:

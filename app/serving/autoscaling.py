@@ -180,9 +180,9 @@ def _signals(
 ) -> PoolSignals:
     reports = _reports(context)
     of_pool = None if demand is None else demand.get(name, Demand())
-    num_seqs = sum(one.signals.running_seqs + one.signals.waiting_seqs for one in reports.values())
-    if is_closing and num_seqs:
-        of_pool = of_pool or Demand()
+    is_closing = is_closing and of_pool is not None  # else nobody could tell routers
+    if is_closing and of_pool is not None:
+        num_seqs = sum(one.signals.running_seqs + one.signals.waiting_seqs for one in reports.values())
         of_pool = replace(of_pool, waiting_seqs=of_pool.waiting_seqs + num_seqs)
     return PoolSignals(
         target=0 if is_closing else context.target_num_replicas,

@@ -13,6 +13,7 @@ class Claim:
 
     target: int  # in force now
     num_running: int
+    num_draining: int  # besides these: they stop, but not before what they run has ended
     min_replicas: int
     cost: float  # of one replica
     wanted: int
@@ -22,7 +23,7 @@ class Claim:
 
 
 class Shares:
-    """Hands out the budget. A replica still running above its pool's target holds its share until it is gone.
+    """Hands out the budget. A replica above its pool's target holds its share until it is gone.
 
     granted: replicas by pool; their cost is within the budget unless the minimums alone exceed it
     notes:   by pool, why it got less or more than it wanted
@@ -41,10 +42,11 @@ class Shares:
         while takers := [name for name in self.granted if name not in stuck | self._gave and self._lacks(name) > 0]:
             taker = min(takers, key=lambda name: (self._satisfaction(name, 0), name))
             cost = self._claims[taker].cost
+            keeps = self.granted[taker] < self._claims[taker].num_running  # one that holds its share anyway
             free = self._budget - self._cost({name: self._held(name) for name in self.granted})
             coming = self._cost({name: self._held(name) - self.granted[name] for name in self.granted})
             left = free + coming - self._cost(self._promised)
-            if cost <= min(free, left):
+            if cost <= left and (keeps or cost <= free):
                 self.granted[taker] += 1
             elif cost <= left:
                 self._promised[taker] += 1
@@ -98,7 +100,7 @@ class Shares:
         return self._claims[name].wanted - self.granted[name] - self._promised[name]
 
     def _held(self, name: str) -> int:
-        return max(self.granted[name], self._claims[name].num_running)
+        return max(self.granted[name], self._claims[name].num_running) + self._claims[name].num_draining
 
     def _cost(self, counts: Mapping[str, int]) -> float:
         return sum(count * self._claims[name].cost for name, count in counts.items())

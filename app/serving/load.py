@@ -28,10 +28,13 @@ class ReplicaSignals:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Requests that wait outside the pool because it has no replica, or that were refused for want of room."""
+    """What the monitor knows of a pool: requests that wait outside because it has no replica, or that were refused for
+    want of room; and how many of its replicas live, with those that Serve is stopping and counts no more.
+    """
 
     waiting_seqs: float = 0.0
     rejected_tokens_per_s: float = 0.0
+    num_alive: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

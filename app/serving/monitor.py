@@ -103,7 +103,7 @@ class Monitor:
         now = time.monotonic()
         self._reports[report.replica_id] = (now, report)
         self._limits[report.pool] = report.limits
-        self._scaling.hear_replica(report.pool, report.start_s, now)
+        self._scaling.hear_replica(report.pool, report.replica_id, report.start_s, now)
 
     def check_health(self) -> None:
         """Asked by Serve now and then: the moment to log which replicas find no room, as they cannot say it."""

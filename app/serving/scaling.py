@@ -172,7 +172,7 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
     # A queue that has only just formed counts from where it did: its growth already took a window to see.
     is_new = state.queue is not None and now - state.queue_since_s <= 2 * config.up_window_s
     since_s = state.queue_since_s if is_new else now
-    is_calm = len(fresh) >= pool.num_running and load.backlog < 1
+    is_calm = len(fresh) >= pool.num_running and load.backlog < 1 and pool.demand is not None
     state = replace(
         state,
         up=_sustained(state.up, up, since_s, min) if up > current else None,
@@ -181,6 +181,8 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
     )
     if len(fresh) < pool.num_running:
         why += (f"no scaling down: {pool.num_running - len(fresh)} replicas have no fresh figures",)
+    if pool.demand is None:
+        why += ("no scaling down: no fresh figures of the demand",)
 
     wanted, settled = _settled(state, current, config, now)
     wanted, why = _placeable(wanted, why + settled, pool, state, config, now, values)
@@ -217,6 +219,7 @@ def _claim(
     return Claim(
         target=_clip(pool.target, config),
         num_running=pool.num_running,
+        num_draining=max(0, int(pool.demand.num_alive) - pool.num_running) if pool.demand else 0,
         min_replicas=config.min_replicas,
         cost=config.replica_cost,
         wanted=wanted,

@@ -21,6 +21,8 @@ logger = logging.getLogger("ray.serve")
 
 READ_PERIOD_S = 0.5  # of the policy's decisions
 STALE_AFTER_S = 10.0
+ALIVE_S = 3.0  # after its last report, one a second, a replica counts as gone
+SHOWN_S = 2.0  # by then the board shows a new replica, and routers send to it
 REJECTION_WINDOW_S = 5.0  # time constant of the rate of refused tokens; after twice as long without any it is 0
 
 
@@ -51,10 +53,13 @@ class ScalingView:
         self._stamp = -math.inf  # of the decisions
         self._stamp_s = -math.inf  # when it changed
         self._known: set[PoolName] = set()  # pools that had a replica
+        self._alive: dict[str, tuple[PoolName, float]] = {}  # when each replica last reported
+        self._renewed_s: dict[PoolName, float] = {}  # when one reported for the first time
         self._start_s: dict[PoolName, float] = {}  # of the engine alone
         self._cold_start_s: dict[PoolName, float] = {}
         self._waking_since_s: dict[PoolName, float] = {}
         self._held: dict[PoolName, int] = {}
+        self._held_since_s: dict[PoolName, float] = {}
         self._rejected: dict[tuple[str, PoolName], int] = {}  # by router, as last reported
         self._rejected_since: dict[PoolName, int] = defaultdict(int)
         self._rejected_per_s: dict[PoolName, float] = defaultdict(float)
@@ -73,26 +78,29 @@ class ScalingView:
     def is_active(self) -> bool:
         return bool(self._settings)
 
-    def hear_replica(self, pool: PoolName, start_s: float, now: float) -> None:
+    def hear_replica(self, pool: PoolName, replica_id: str, start_s: float, now: float) -> None:
+        is_new = replica_id not in self._alive
+        self._alive = {key: held for key, held in self._alive.items() if now - held[1] < STALE_AFTER_S}
+        self._alive[replica_id] = pool, now
+        if not is_new:
+            return  # it may be on its way out
         self._known.add(pool)
+        self._renewed_s[pool] = now
         self._start_s[pool] = start_s
         self._cold_start_s.setdefault(pool, start_s)
         self._end_wait(pool, now)
 
     def hear_routers(self, routers: Mapping[str, Mapping[PoolName, RouterDemand]], now: float) -> None:
         """Take what every router said last."""
-        held_before, self._held = (
-            self._held,
-            {
-                name: sum(pools[name].held_seqs for pools in routers.values() if name in pools)
-                for name in self._settings
-            },
-        )
-        for name, held in self._held.items():
-            decision = self.decisions(now).get(name)
+        self._held = {
+            name: sum(pools[name].held_seqs for pools in routers.values() if name in pools) for name in self._settings
+        }
+        self._held_since_s = {name: self._held_since_s.get(name, now) for name, held in self._held.items() if held}
+        for name, since_s in self._held_since_s.items():
+            decision, renewed_s = self.decisions(now).get(name), self._renewed_s.get(name, -math.inf)
             # Routers hold on a little after a replica has come: no new wait.
-            if held and not held_before.get(name) and (decision is None or decision.running == 0):
-                self._waking_since_s.setdefault(name, now)
+            if (decision is None or decision.running == 0) and now - renewed_s >= SHOWN_S:
+                self._waking_since_s.setdefault(name, since_s if since_s > renewed_s else now)
         rejected = {
             (router, name): one.rejected_tokens for router, pools in routers.items() for name, one in pools.items()
         }
@@ -120,7 +128,8 @@ class ScalingView:
         # A pool that nobody has heard of is started once: routers must learn what it takes.
         held = self._held.get(name, 0) or (0 if name in self._known else 1)
         is_rejecting = now - self._rejected_s.get(name, -math.inf) < 2 * REJECTION_WINDOW_S
-        return Demand(held, self._rejected_per_s[name] if is_rejecting else 0.0)
+        num_alive = sum(pool == name and now - heard_s < ALIVE_S for pool, heard_s in self._alive.values())
+        return Demand(held, self._rejected_per_s[name] if is_rejecting else 0.0, num_alive)
 
     def decisions(self, now: float) -> dict[PoolName, PoolDecision]:
         """What the policy last decided, nothing if that is long ago."""

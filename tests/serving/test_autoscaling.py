@@ -30,7 +30,8 @@ BUSY = ReplicaSignals(waiting_seqs=100, running_seqs=16, max_running_seqs=16, ar
 class Cluster:
     """Contexts as Serve's controller builds them; a report is kept until the replica sends another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: ScalingConfig = CONFIG) -> None:
+        self.config = config
         self.now = 100.0
         self.posted: list[dict[str, PoolDecision]] = []
         self.policy = PoolsPolicy(clock=lambda: self.now, post=lambda _app, _stamp, new: self.posted.append(dict(new)))
@@ -46,9 +47,15 @@ class Cluster:
         }
 
     def report_all(
-        self, stamp: float, short: ReplicaSignals = IDLE, long: ReplicaSignals = IDLE, demand: float = 0
+        self,
+        stamp: float,
+        short: ReplicaSignals = IDLE,
+        long: ReplicaSignals = IDLE,
+        demand: float = 0,
+        num_alive: float = 0,
     ) -> None:
-        self.report("monitor", monitor_stats(CONFIG, {"long": Demand(waiting_seqs=demand)}), stamp)
+        """demand, num_alive: of the long pool"""
+        self.report("monitor", monitor_stats(self.config, {"long": Demand(demand, num_alive=num_alive)}), stamp)
         self.report("short", replica_stats(short), stamp)
         if self.running["long"]:
             self.report("long", replica_stats(long), stamp)
@@ -240,17 +247,43 @@ def test_what_routers_hold_reopens_a_closing_pool() -> None:
         assert cluster.posted[-1]["long"].takes_requests
 
 
-@pytest.mark.parametrize("is_monitor_silent", [False, True])
-def test_what_still_runs_keeps_the_last_replica(is_monitor_silent: bool) -> None:
+@pytest.mark.parametrize("budget", [5.0, 2.0])
+def test_what_still_runs_keeps_the_last_replica(budget: float) -> None:
     """Routers send on for a moment: such a request may take longer than a replica is given to stop."""
-    cluster = Cluster()
+    cluster = Cluster(ScalingConfig(CONFIG.pools, budget=budget, stale_after_s=CONFIG.stale_after_s))
     idle_until_it_closes(cluster)
-    if is_monitor_silent:
-        cluster.now += CONFIG.stale_after_s
     for tick in range(10):
-        cluster.report("long", replica_stats(ReplicaSignals(running_seqs=1, max_running_seqs=16)), 1000.0 + tick)
+        cluster.report_all(1000.0 + tick, long=ReplicaSignals(running_seqs=1, max_running_seqs=16))
         assert cluster.decide(1.0)["long"] == 1
         assert cluster.posted[-1]["long"].takes_requests
+
+
+@pytest.mark.parametrize("is_closing", [False, True])
+def test_no_pool_closes_while_nobody_could_tell_routers(is_closing: bool) -> None:
+    cluster = Cluster()
+    if is_closing:
+        idle_until_it_closes(cluster)
+    else:
+        cluster.report_all(0.0)
+        cluster.decide()
+    cluster.now += CONFIG.stale_after_s
+    for second in range(400):
+        cluster.report("long", replica_stats(IDLE), 1000.0 + second)
+        assert cluster.decide(1.0)["long"] == 1
+        assert cluster.posted[-1]["long"].takes_requests
+    assert "no fresh figures of the demand" in str(cluster.posted[-1]["long"].reasons)
+
+
+def test_a_replica_that_drains_is_no_replica_of_the_budget_yet() -> None:
+    """Serve counts it no more, but it holds its devices: another pool waits until its last stream has ended."""
+    cluster = Cluster(ScalingConfig(CONFIG.pools, budget=2, stale_after_s=CONFIG.stale_after_s))
+    cluster.targets["long"] = cluster.running["long"] = 0
+    for second in range(10):
+        cluster.report_all(float(second), short=BUSY, num_alive=1)
+        assert cluster.decide(1.0)["short"] == 1
+    assert "once another pool's replicas have stopped" in str(cluster.posted[-1]["short"].reasons)
+    cluster.report_all(10.0, short=BUSY)
+    assert cluster.decide(1.0)["short"] == 2
 
 
 def test_serve_accepts_it() -> None:

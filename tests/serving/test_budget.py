@@ -12,6 +12,7 @@ from app.serving.budget import Claim, Shares
 def claim(target: int, wanted: int, **values: object) -> Claim:
     fields: dict[str, object] = {
         "num_running": target,
+        "num_draining": 0,
         "min_replicas": 0,
         "cost": 1.0,
         "need": max(wanted, 1),
@@ -41,6 +42,17 @@ def test_a_pool_gives_what_it_can_spare_but_not_before_it_has_stopped() -> None:
     assert waiting == {"a": 1, "b": 2}
     stopped = share(4, a=claim(1, 2), b=claim(2, 2, spare_to=1))
     assert stopped == {"a": 2, "b": 2}
+
+
+def test_a_replica_that_drains_holds_its_share() -> None:
+    assert share(4, a=claim(1, 2), b=claim(2, 2, num_draining=1)) == {"a": 1, "b": 2}
+    assert share(5, a=claim(1, 2), b=claim(2, 2, num_draining=1)) == {"a": 2, "b": 2}
+
+
+def test_a_pool_keeps_what_it_was_about_to_give_up_though_nothing_is_free() -> None:
+    assert share(3, a=claim(2, 2), b=claim(0, 1, num_running=1)) == {"a": 2, "b": 1}
+    assert share(3, a=claim(2, 2), b=claim(0, 2, num_running=1)) == {"a": 2, "b": 1}
+    assert share(3, a=claim(2, 2), b=claim(0, 1, num_running=0, num_draining=1)) == {"a": 2, "b": 0}
 
 
 def test_a_pool_without_any_gets_one_from_a_pool_that_needs_all_it_has() -> None:
@@ -82,6 +94,7 @@ def test_random_claims(seed: int) -> None:
             max(target, least),
             wanted,
             num_running=draw.randint(0, 6),
+            num_draining=draw.choice((0, 0, 1)),
             min_replicas=least,
             cost=draw.choice((1.0, 2.0, 8.0)),
             need=draw.randint(1, 6),
@@ -94,6 +107,8 @@ def test_random_claims(seed: int) -> None:
     assert sum(one.cost * shares.granted[name] for name, one in claims.items()) <= budget
     for name, one in claims.items():
         assert one.min_replicas <= shares.granted[name] <= max(one.wanted, one.min_replicas)
-        raised = shares.granted[name] > one.target
-        held = sum(one.cost * max(shares.granted[other], one.num_running) for other, one in claims.items())
+        raised = shares.granted[name] > max(one.target, one.num_running)
+        held = sum(
+            one.cost * (max(shares.granted[other], one.num_running) + one.num_draining) for other, one in claims.items()
+        )
         assert not raised or held <= budget
