@@ -50,6 +50,11 @@ class PoolSignals:
     reports: Mapping[str, Report] = field(default_factory=dict)  # by replica
     demand: Demand | None = None
 
+    @property
+    def num_draining(self) -> int:
+        """Replicas that Serve is stopping. One that has only just come up may look like one for a moment."""
+        return 0 if self.demand is None else max(0, int(self.demand.num_alive) - self.num_running)
+
 
 @dataclass(frozen=True, slots=True)
 class ScalingConfig:
@@ -151,7 +156,9 @@ def _assess(pool: PoolSignals, config: PoolScaling, state: PoolState, stale_afte
     state = _track(state, pool, config, now)
     current = _clip(pool.target, config)
     fresh = [report.signals for key, report in pool.reports.items() if now - state.seen[key][1] < stale_after_s]
-    values: dict[str, float] = {"target": pool.target, "running": pool.num_running, "reporting": len(fresh)}
+    values: dict[str, float] = {
+        "target": pool.target, "running": pool.num_running, "draining": pool.num_draining, "reporting": len(fresh)
+    }  # fmt: skip
     if pool.num_running == 0 or current == 0 or not fresh:
         state = replace(state, up=None, down=None, spare=None, queue=None)
         wanted, why = _without_figures(pool, current, values)
@@ -219,7 +226,7 @@ def _claim(
     return Claim(
         target=_clip(pool.target, config),
         num_running=pool.num_running,
-        num_draining=max(0, int(pool.demand.num_alive) - pool.num_running) if pool.demand else 0,
+        num_draining=pool.num_draining,
         min_replicas=config.min_replicas,
         cost=config.replica_cost,
         wanted=wanted,

@@ -171,12 +171,15 @@ def test_a_replica_no_node_can_place_is_explained_and_gives_its_budget_back() ->
 
 @pytest.mark.full
 def test_settings_change_while_it_runs() -> None:
-    """`serve deploy` with other settings of the monitor: nothing restarts, and the pools follow."""
+    """`serve deploy` with other settings of the monitor: nothing restarts, and the pools follow. A replica that must go
+    first ends what it runs, and is shown until then.
+    """
+    stream = {"prompt": "Good morning", "max_tokens": 2500, "ignore_eos": True}
 
-    def deploy(server: LocalServer) -> None:
+    def deploy(server: LocalServer, short: dict[str, int]) -> None:
         document = yaml.safe_load((server.log_path.parent / "config.yaml").read_text(encoding="utf-8"))
         (pools,) = (application for application in document["applications"] if application["name"] == "pools")
-        settings = {**pools["args"]["scaling"], "short": {"min_replicas": 2, "max_replicas": 2}}
+        settings = {**pools["args"]["scaling"], "short": short}
         pools["deployments"] = [{"name": "monitor", "user_config": settings}]
         path = server.log_path.parent / "changed.yaml"
         path.write_text(yaml.safe_dump(document), encoding="utf-8")
@@ -188,8 +191,17 @@ def test_settings_change_while_it_runs() -> None:
     async def run(server: LocalServer) -> None:
         async with watching(server.ray_address) as watch:
             await watch.until("short", lambda sample: sample.running == sample.granted == 1, time.perf_counter())
-            await asyncio.to_thread(deploy, server)
+            await asyncio.to_thread(deploy, server, {"min_replicas": 2, "max_replicas": 2})
             await watch.until("short", lambda sample: sample.running == sample.granted == 2, time.perf_counter())
+            async with http_client(server) as client, asyncio.TaskGroup() as group:
+                answers = [group.create_task(client.post("/v1/completions", json=stream)) for _ in range(8)]
+                await asyncio.to_thread(deploy, server, {"max_replicas": 1})
+                await watch.until("short", lambda sample: sample.running == sample.granted == 1, time.perf_counter())
+                shown = 'model="longspan-tiny",pool="short",signal="draining"}'
+                while f"{shown} 1.0" not in (metrics := (await client.get("/metrics")).text):
+                    assert shown in metrics and not all(answer.done() for answer in answers)
+                    await asyncio.sleep(0.2)
+            assert [answer.result().status_code for answer in answers] == [200] * 8
 
     with local_server(long_pool={"min_replicas": 1}) as server:
         asyncio.run(run(server))
