@@ -34,6 +34,8 @@ from app.model.config import ModelConfig
 from app.model.sharding import Shard
 from app.serving.limits import check_bucket, check_pools
 from app.serving.placement import Demand, Node, demand, nodes_of, plain_demand, shortage
+from app.tokenizer import Tokenizer
+from kernels import tuning
 
 ROUTER_PATH = "app.main:router"
 POOLS_PATH = "app.main:pools"
@@ -132,7 +134,10 @@ class _Application:
         for index, deployment in enumerate(self.values.get("deployments") or ()):
             if not isinstance(deployment, dict):
                 raise self.error(f"deployments.{index}: expected a mapping", f"deployments.{index}")
-            if deployment.get("user_config") is not None and deployment.get("name") in known:
+            if deployment.get("name") not in known:
+                field = f"deployments.{index}.name"
+                raise self.error(f"{field}: must be one of {', '.join(known)}, got {deployment.get('name')!r}", field)
+            if deployment.get("user_config") is not None:
                 where = f"deployments.{index}.user_config"
                 found[where] = self.load(known[deployment["name"]], deployment["user_config"], where)
         return found
@@ -163,14 +168,28 @@ def _router_lines(application: _Application, by_name: Mapping[str, _Application]
     settings = {"args.settings": config.settings}
     settings |= {key: one for key, one in application.user_configs().items() if isinstance(one, RouterSettings)}
     for index, version in enumerate(config.versions):
-        pools = by_name.get(version.app)
+        field, pools = f"args.versions.{index}.app", by_name.get(version.app)
         if pools is None:
-            field = f"args.versions.{index}.app"
             raise application.error(f"{field}: the file has no application {version.app!r}", field)
+        if pools.import_path == ROUTER_PATH:
+            raise application.error(f"{field}: {version.app!r} is a router", field)
+        _check_model(application, f"args.versions.{index}.model", version.model, pools)
         for where, one in settings.items():
+            if problem := config.problem_of(one):
+                raise application.error(f"{where}.{problem}", f"{where}.weights")
             _check_bucket(application, where, one, version.model, pools)
     versions = ", ".join(version.app for version in config.versions)
     yield f"{application.name}: router to {versions}; {_resources(config.num_replicas, config.num_cpus, 0)}"
+
+
+def _check_model(application: _Application, field: str, model: ModelSource, pools: _Application) -> None:
+    """The router encodes for the pools' model. Raises ConfigError, or CheckpointError on an unusable tokenizer."""
+    tokenizer = Tokenizer(model.folder)
+    if pools.import_path != POOLS_PATH:
+        return
+    served = pools.load(PoolsConfig, pools.args, "args").model
+    if Tokenizer(served.folder).digest != tokenizer.digest:
+        raise application.error(f"{field}.path: has another tokenizer than the model of {pools.name}", f"{field}.path")
 
 
 def _router_replicas(application: _Application) -> list[tuple[str, Demand]]:
@@ -250,6 +269,7 @@ def _pool_line(
         Shard.of(model, 0, parallel.tensor, parallel.expert, parallel.expert_placement)
     except ConfigError as error:
         raise application.error(f"args.{name}.{error.message}", f"args.{name}.{error.field}") from None
+    _check_device(application, f"args.{name}", pool)
     dtype = _dtype(engine, pool.num_gpus)
     layout = CacheLayout.of(model, dtype, is_fp8=engine.cache_dtype == "fp8")
     line = f"{str(dtype).removeprefix('torch.')}, {layout.bytes_per_token} bytes of cache per token, "
@@ -262,11 +282,30 @@ def _pool_line(
             f" holds no block of {layout.bytes_per_block} bytes"
         )
     else:
-        line += f"{blocks} blocks = {blocks * layout.block_size} tokens"
+        capacity = blocks * layout.block_size
+        line += f"{blocks} blocks = {capacity} tokens"
+        if capacity < (engine.max_model_len or model.max_position_embeddings):
+            line += " and no longer sequence"
     number = str(pool.num_replicas) if scaling is None else f"{scaling.min_replicas} to {scaling.max_replicas}"
     if parallel.num_ranks > 1:
         return f"{line} on each of {parallel.num_ranks} ranks; {number} x ({demand(pool)})"
     return f"{line}; {_resources(number, pool.num_cpus, pool.num_gpus)}"
+
+
+def _check_device(application: _Application, where: str, pool: PoolConfig) -> None:
+    engine = pool.engine
+    if engine.device == "cuda" and not pool.num_gpus:
+        raise application.error(f"{where}.num_gpus: engine.device cuda needs a GPU", f"{where}.num_gpus")
+    is_on_gpu = _is_on_gpu(engine, pool.num_gpus)
+    if engine.kernel_backend == ("torch" if is_on_gpu else "triton"):
+        field, kind = f"{where}.engine.kernel_backend", "GPU" if is_on_gpu else "CPU"
+        raise application.error(f"{field}: {engine.kernel_backend} does not run on a {kind}", field)
+    if engine.tuning_table is not None:
+        try:
+            tuning.Table.read(Path(engine.tuning_table))
+        except (OSError, ValueError) as error:
+            field = f"{where}.engine.tuning_table"
+            raise application.error(f"{field}: {error}", field) from None
 
 
 def _is_on_gpu(engine: EngineConfig, num_gpus: float) -> bool:

@@ -252,7 +252,18 @@ class RouterConfig(FrozenModel):
             raise ValueError("versions: at least one is needed")
         if len(set(apps)) != len(apps):
             raise ValueError(f"versions: each application once, got {apps}")
+        if problem := self.problem_of(self.settings):
+            raise ValueError(f"settings.{problem}")
         return self
+
+    def problem_of(self, settings: RouterSettings) -> str | None:
+        """What is wrong with settings that alone are valid, as FIELD: PROBLEM."""
+        apps = [version.app for version in self.versions]
+        if unknown := sorted(set(settings.weights) - set(apps)):
+            return f"weights: {unknown[0]!r} is no application of `versions`, which are {', '.join(apps)}"
+        if settings.weights and not any(settings.weights.values()):
+            return "weights: at least one must be above 0"
+        return None
 
 
 Model = TypeVar("Model", bound=FrozenModel)

@@ -7,6 +7,7 @@ joining bytes, and a stream of tokens is decoded by an incremental UTF-8 decoder
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +38,7 @@ class Tokenizer:
         vocab_size:  the highest token id + 1, added tokens included; a model may have more rows
         special_ids: ids that decoding leaves out by default
         bos_id: None where the tokenizer names none
+        digest: the same for two folders whose tokenizers and templates are
 
     Raises: CheckpointError naming the file if one is missing or unusable.
     """
@@ -50,6 +52,10 @@ class Tokenizer:
         added: list[dict[str, Any]] = spec.get("added_tokens") or []
         self._added_ids: dict[str, int] = {token["content"]: token["id"] for token in added}
         self.special_ids = frozenset(token["id"] for token in added if token["special"])
+        template = folder / "chat_template.jinja"
+        parts = [json.dumps(spec, sort_keys=True), json.dumps(config, sort_keys=True)]
+        parts += [template.read_text(encoding="utf-8")] if template.is_file() else []
+        self.digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         try:
             self._parsing = FastTokenizer.from_str(json.dumps(spec))
             self._plain = FastTokenizer.from_str(json.dumps({**spec, "added_tokens": []}))

@@ -44,6 +44,8 @@ def test_nothing_but_defaults_is_needed() -> None:
         (RouterConfig, {"versions": [{"app": "a"}, {"name": "b"}]}, "versions.1.app"),
         (RouterConfig, {"settings": {"weights": {"pools": -1}}}, "settings.weights.pools"),
         (RouterConfig, {"settings": {"weights": {"pools": float("nan")}}}, "settings.weights.pools"),
+        (RouterConfig, {"settings": {"weights": {"pool": 1.0}}}, "settings.weights"),
+        (RouterConfig, {"settings": {"weights": {"pools": 0.0}}}, "settings.weights"),
         (RouterConfig, {"max_body_bytes": 1.5}, "max_body_bytes"),
         (RouterConfig, {"settings": {"short": {"max_waiting_seqs": 0}}}, "settings.short.max_waiting_seqs"),
         (RouterConfig, {"settings": {"long": {"max_ttft_s": float("inf")}}}, "settings.long.max_ttft_s"),

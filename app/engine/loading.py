@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def load_model(source: ModelSource, config: EngineConfig, place: RankPlace | Non
     dtype = _dtype(config, device)
     if device.type == "cuda" and config.kernel_backend == "torch":
         raise ConfigError("engine.kernel_backend: torch runs on the CPU only", field="engine.kernel_backend")
+    if device.type == "cpu" and config.kernel_backend == "triton" and not triton.knobs.runtime.interpret:
+        raise ConfigError("engine.kernel_backend: triton needs a GPU", field="engine.kernel_backend")
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     prepare_kernels(config)
@@ -121,6 +124,10 @@ def build_engine(model: Transformer, config: EngineConfig, *, version: str) -> E
     """An engine around a model in memory. Raises ConfigError, CheckpointError or PreflightError as load_engine does."""
     runner, layout = build_runner(model, config)
     limits = _limits(config, model)
+    capacity = runner.num_blocks * layout.block_size
+    if capacity < limits.max_model_len:
+        logger.warning("max_model_len %d cut to %d, which the cache holds", limits.max_model_len, capacity)
+        limits = replace(limits, max_model_len=capacity)
     scheduler = Scheduler(limits, layout, runner.num_blocks, version)
     sampler = Sampler(limits.eos_token_ids, config.kernel_backend, timeout_s=model.ranks.timeout_s)
     return Engine(scheduler, runner, sampler, version=version)

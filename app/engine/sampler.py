@@ -127,9 +127,8 @@ class Sampler:
     def _adjust_row(self, row: torch.Tensor, seq: Sequence) -> None:
         params = seq.sampling
         if params.repetition_penalty != 1.0:
-            ids = torch.tensor(sorted(set(seq.token_ids)), device=row.device)
-            seen = row[ids]
-            row[ids] = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+            penalized = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+            row.copy_(torch.where(_seen(seq, row), penalized, row))
         if (params.presence_penalty or params.frequency_penalty) and seq.output_counts:
             ids = torch.tensor(list(seq.output_counts), device=row.device)
             counts = torch.tensor(list(seq.output_counts.values()), dtype=row.dtype, device=row.device)
@@ -162,6 +161,15 @@ class Sampler:
 def needs_host(seq: Sequence) -> bool:
     """Whether the host must see each token of this sequence before the next one can be sampled."""
     return seq.sampling.logprobs is not None or _needs_adjusting(seq)
+
+
+def _seen(seq: Sequence, row: torch.Tensor) -> torch.Tensor:
+    """[V] bool: the token ids in the sequence. Kept with it: a context of 100k tokens takes 30 ms to go through."""
+    if seq.seen is None:
+        seq.seen = torch.zeros(row.shape, dtype=torch.bool, device=row.device)
+    seq.seen[torch.tensor(seq.token_ids[seq.num_seen :], device=row.device)] = True
+    seq.num_seen = seq.num_tokens
+    return seq.seen
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -92,6 +92,7 @@ class Scheduler:
         return seq
 
     def _wait(self, seq: Sequence) -> None:
+        seq.waiting_since_s = time.monotonic()
         bisect.insort(self._waiting, seq, key=lambda other: (other.num_preemptions == 0, *other.order))
 
     def schedule(self) -> Batch | None:

@@ -13,6 +13,8 @@ import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch
+
 from app.protocol import FinishReason, GenerateRequest, SamplingParams
 
 
@@ -30,6 +32,9 @@ class Sequence:
     num_preemptions: int = 0
     seed: int = 0
     output_counts: Counter[int] = field(default_factory=Counter)  # kept only if a penalty needs it
+    seen: torch.Tensor | None = None  # likewise: which ids are among the first `num_seen` tokens
+    num_seen: int = 0
+    waiting_since_s: float = 0.0
     scheduled_s: float | None = None
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None

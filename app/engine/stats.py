@@ -82,7 +82,7 @@ class StatsRecorder:
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
-            oldest_waiting_s=max((now - seq.arrival_s for seq in waiting), default=0.0),
+            oldest_waiting_s=max((now - seq.waiting_since_s for seq in waiting), default=0.0),
             **self._counts,
             prefill_step_seconds=self._prefill_step_s,
             request_success=dict(self._finished),

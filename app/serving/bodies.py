@@ -16,6 +16,7 @@ from app.protocol import MAX_TOP_LOGPROBS, SamplingParams
 
 MAX_CHOICES = 128  # prompts x n of one HTTP request
 MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 1024  # ids; each takes the engine some time for every token
 
 # Field -> the values that ask for nothing (null always does).
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -24,7 +25,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
-    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -90,6 +90,7 @@ class SamplingBody(_Body):
     stop_token_ids: list[Count] = []
     ignore_eos: bool = False
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
+    best_of: Int64 | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
     priority: Annotated[StrictInt, Field(ge=-(2**31), le=2**31 - 1)] = 0
@@ -100,6 +101,12 @@ class SamplingBody(_Body):
     @classmethod
     def _one_stop_string(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _none_is_left_out(self) -> Self:
+        if self.best_of not in {None, 1, self.n}:
+            raise InvalidRequestError("best_of: not supported beyond n", param="best_of")
+        return self
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Raises InvalidRequestError. Without a limit, generate_requests sets one when it knows the prompt's length."""
@@ -156,7 +163,7 @@ class ChatBody(SamplingBody):
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs: needs logprobs: true", param="top_logprobs")
         return self
 
@@ -214,6 +221,10 @@ def check_text(text: str, name: str) -> None:
 
 
 def _logit_bias(values: Mapping[str, float]) -> dict[int, float]:
+    if len(values) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(
+            f"logit_bias: at most {MAX_LOGIT_BIAS} token ids, got {len(values)}", param="logit_bias"
+        )
     bias = {}
     for key, value in values.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):

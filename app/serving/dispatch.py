@@ -127,7 +127,7 @@ class Dispatcher:
                 replica_id = await self._find_replica(run, keys, ticket, deadline_s)
                 has_begun = False
                 try:
-                    async with aclosing(self._attempt(run, replica_id, ticket, deadline_s)) as items:
+                    async with aclosing(self._attempt(run, replica_id, ticket, deadline_s, num_retries)) as items:
                         async for item in items:
                             has_begun = True
                             yield item
@@ -215,10 +215,16 @@ class Dispatcher:
             raise timed_out()
         raise UnavailableError(f"the {self._pool} pool has no replica", retry_after_s=NO_REPLICA_RETRY_S)
 
-    async def _attempt(self, run: PromptRun, replica_id: str | None, ticket: Ticket, deadline_s: float | None) -> Items:
+    async def _attempt(
+        self, run: PromptRun, replica_id: str | None, ticket: Ticket, deadline_s: float | None, num_retries: int
+    ) -> Items:
         """Run it on one replica. Raises LongspanError."""
         now = asyncio.get_running_loop().time()
-        requests = run.requests
+        requests, names = run.requests, {}
+        if num_retries:
+            # A lost replica's channel may still bring tokens: they must not pass for those of the next one.
+            names = {f"{request.request_id}-again-{num_retries}": request.request_id for request in requests}
+            requests = tuple(replace(request, request_id=name) for request, name in zip(requests, names, strict=True))
         if deadline_s is not None:
             if deadline_s <= now:
                 raise timed_out()
@@ -233,6 +239,8 @@ class Dispatcher:
         held: dict[str, TokenChunk] = {}
         async with aclosing(self._client.generate(requests, replica_id, taken)) as items:
             async for item in items:
+                if names:
+                    item = [replace(chunk, request_id=names[chunk.request_id]) for chunk in item]
                 self._observe(run.bucket, item)
                 if run.is_streamed:
                     yield item

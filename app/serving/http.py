@@ -10,7 +10,7 @@ from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -49,10 +49,13 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
         raise too_large
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise too_large
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                raise too_large
+    except ClientDisconnect:
+        raise ClientDisconnected from None
     if not body:
         raise InvalidRequestError("body: must be a JSON object, got nothing", param="body")
     return bytes(body)

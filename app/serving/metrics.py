@@ -32,8 +32,8 @@ class MetricSpec:
 EXPERT_TOKENS = MetricSpec("expert_tokens", "counter", "Tokens routed to each expert, as layer.expert.", label="expert")
 METRICS = (
     MetricSpec("num_requests_running", "gauge", "Sequences in the running batch."),
-    MetricSpec("num_requests_waiting", "gauge", "Sequences waiting for their first step."),
-    MetricSpec("num_waiting_prefill_tokens", "gauge", "Prompt tokens of waiting sequences not computed yet."),
+    MetricSpec("num_requests_waiting", "gauge", "Sequences waiting to run, preempted ones too."),
+    MetricSpec("num_waiting_prefill_tokens", "gauge", "Prompt tokens not computed yet."),
     MetricSpec("num_blocks", "gauge", "KV cache blocks."),
     MetricSpec("num_free_blocks", "gauge", "KV cache blocks never used or evictable."),
     MetricSpec("num_cached_blocks", "gauge", "Evictable KV cache blocks that hold a reusable prefix."),

@@ -40,6 +40,7 @@ class ApiRequest:
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     max_tokens: int | None  # None: the rest of the context
+    max_tokens_name: str  # the field it came from
     n: int
     stream: bool
     include_usage: bool
@@ -72,7 +73,7 @@ def parse_chat(values: Mapping[str, Any]) -> ApiRequest:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     _check_max_tokens(max_tokens, limit_name)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _api_request(body, _messages(body.messages), (), max_tokens, logprobs, echo=False)
+    return _api_request(body, _messages(body.messages), (), max_tokens, logprobs, limit_name)
 
 
 def parse_completion(values: Mapping[str, Any]) -> ApiRequest:
@@ -85,7 +86,7 @@ def parse_completion(values: Mapping[str, Any]) -> ApiRequest:
         raise InvalidRequestError(f"prompt: prompts x n must be at most {MAX_CHOICES}", param="prompt")
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("logprobs: not supported together with echo", param="logprobs")
-    return _api_request(body, [], prompts, max_tokens, body.logprobs, echo=body.echo)
+    return _api_request(body, [], prompts, max_tokens, body.logprobs, "max_tokens", echo=body.echo)
 
 
 def parse_tokenize(values: Mapping[str, Any]) -> tuple[str | None, str | Messages]:
@@ -133,7 +134,7 @@ def generate_requests(
     room = max_model_len - len(prompt_ids)
     max_tokens = room if api.max_tokens is None else api.max_tokens
     if room < 1 or max_tokens > room:
-        param = name if room < 1 else "max_tokens"
+        param = name if room < 1 else api.max_tokens_name
         raise ContextLengthError(
             f"{param}: the model's context is {max_model_len} tokens, but {len(prompt_ids)} are in the prompt and"
             f" {max(max_tokens, 1)} are asked for",
@@ -178,8 +179,9 @@ def _api_request(
     prompts: tuple[Prompt, ...],
     max_tokens: int | None,
     logprobs: int | None,
+    max_tokens_name: str,
     *,
-    echo: bool,
+    echo: bool = False,
 ) -> ApiRequest:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options: needs stream: true", param="stream_options")
@@ -189,6 +191,7 @@ def _api_request(
         prompts=prompts,
         sampling=body.sampling(max_tokens, logprobs),
         max_tokens=max_tokens,
+        max_tokens_name=max_tokens_name,
         n=body.n,
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,

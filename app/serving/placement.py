@@ -66,8 +66,8 @@ def bundles(pool: PoolConfig) -> list[dict[str, float]]:
 
 
 def placement_options(pool: PoolConfig) -> dict[str, Any]:
-    """Serve's options for a replica of several ranks; none for a replica of one, which is a plain actor."""
-    if pool.parallel.num_ranks == 1:
+    """Serve's options for a replica of several ranks or with labels; none for any other, which is a plain actor."""
+    if pool.parallel.num_ranks == 1 and not pool.parallel.bundle_labels:
         return {}
     options: dict[str, Any] = {
         "placement_group_bundles": bundles(pool),
@@ -80,7 +80,7 @@ def placement_options(pool: PoolConfig) -> dict[str, Any]:
 
 def demand(pool: PoolConfig) -> Demand:
     parallel = pool.parallel
-    if parallel.num_ranks == 1:
+    if parallel.num_ranks == 1 and not parallel.bundle_labels:
         return plain_demand(pool.num_cpus, pool.num_gpus)
     labels = parallel.bundle_labels * (parallel.num_bundles if len(parallel.bundle_labels) == 1 else 1)
     return Demand(tuple(bundles(pool)), parallel.placement_strategy, labels)

@@ -59,7 +59,7 @@ class Replica:
         self._channels: dict[str, Channel] = {}  # by router
         limits = self._engine.limits
         self._limits = PoolLimits(
-            limits.max_model_len, limits.vocab_size, self._engine.version, max_num_seqs=limits.max_num_seqs
+            limits.max_model_len, limits.vocab_size, self._engine.version, limits.max_num_seqs, self._tokenizer.digest
         )
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._meter = SignalMeter(limits.max_num_seqs)

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.config import RouterConfig, RouterSettings, load_config
-from app.errors import LongspanError, ModelNotFoundError, UnavailableError
+from app.errors import ConfigError, LongspanError, ModelNotFoundError, UnavailableError
 from app.serving import http, openai
 from app.serving.admission import Admission, ConcurrencyLimit
 from app.serving.dispatch import PromptRun
@@ -50,7 +50,10 @@ class Router:
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take what may change at run time (RouterSettings)."""
-        self._settings = load_config(RouterSettings, user_config, where="user_config")
+        settings = load_config(RouterSettings, user_config, where="user_config")
+        if problem := self._config.problem_of(settings):
+            raise ConfigError(f"user_config.{problem}", field="user_config.weights")
+        self._settings = settings
 
     def __serve_build_asgi_app__(self) -> Starlette:
         limit = ConcurrencyLimit(lambda: self._settings.max_ongoing_requests)
@@ -166,7 +169,10 @@ class Router:
         apps = [app for app, version in self._versions.items() if version.model == name]
         if not apps:
             raise ModelNotFoundError(f"model: {name[:100]!r} is not served here", param="model")
-        return self._versions[choose_version(apps, self._settings.weights, random.random())]
+        version = self._versions[choose_version(apps, self._settings.weights, random.random())]
+        if version.problem is not None:
+            raise UnavailableError(version.problem)
+        return version
 
     async def _plan(
         self, version: Version, api: ApiRequest, request_id: str, deadline_s: float | None

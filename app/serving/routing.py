@@ -32,6 +32,7 @@ class PoolLimits:
     vocab_size: int
     version: str  # digest of weights and config
     max_num_seqs: int | None = None  # in one replica's batch
+    tokenizer: str | None = None  # its digest
 
 
 def predicted_cost_tokens(num_prompt_tokens: int, max_tokens: int | None, expected_output_tokens: int) -> int:

@@ -35,6 +35,7 @@ class Version:
         self.model = config.model.name
         self.tokenizer = Tokenizer(config.model.folder)
         self.limits: dict[PoolName, PoolLimits] = {}  # of every pool that ever reported
+        self.problem: str | None = None  # why it cannot serve, whatever its replicas do
         self._snapshot = VersionSnapshot({}, ())
         self._snapshot_s = -STALE_AFTER_S
         self.estimates = OutputEstimates(settings().expected_output_tokens)
@@ -87,6 +88,7 @@ class Version:
                 self._snapshot = await self._monitor.exchange.remote(RouterReport(self._router_id, traffic))
                 self._snapshot_s = time.monotonic()
                 self.limits.update(self._snapshot.limits)
+                self._compare_tokenizers()
                 for pool, dispatcher in self._pools.items():
                     reports = [held for held in self._snapshot.replicas if held[1].pool == pool]
                     dispatcher.update(reports, self._snapshot.decisions.get(pool), self._snapshot.starts.get(pool))
@@ -99,6 +101,13 @@ class Version:
                     await self._held.wait()
                     await asyncio.sleep(HELD_POLL_DELAY_S)
             self._held.clear()
+
+    def _compare_tokenizers(self) -> None:
+        others = [pool for pool, one in self.limits.items() if one.tokenizer not in {None, self.tokenizer.digest}]
+        problem = f"{self.app}: the router's versions name a model with another tokenizer" if others else None
+        if problem and self.problem is None:
+            logger.error(problem)
+        self.problem = problem
 
     def expect(self, pool: PoolName) -> None:
         """See Dispatcher."""

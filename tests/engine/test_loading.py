@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.cache.layout import LATENT_BLOCK_SIZE
 from app.config import EMBEDDED_MODEL, EngineConfig, ModelSource
 from app.engine.loading import load_engine, load_model
 from app.errors import CheckpointError, ConfigError
@@ -31,6 +33,21 @@ def test_random_weights_serve_a_configuration_without_files(folder: str) -> None
     while engine.has_work:
         chunks += engine.step()
     assert sum(len(chunk.token_ids) for chunk in chunks) == 4
+
+
+def test_no_sequence_may_be_longer_than_the_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """Else a chat without max_tokens, which asks for the rest of the context, would be refused each time."""
+    with caplog.at_level(logging.WARNING):
+        engine = load_engine(ModelSource(), CONFIG.model_copy(update={"cache_blocks": 1}))
+    assert engine.limits.max_model_len == LATENT_BLOCK_SIZE < 128
+    assert f"max_model_len 128 cut to {LATENT_BLOCK_SIZE}" in caplog.text
+    assert load_engine(ModelSource(), CONFIG).limits.max_model_len == 128
+
+
+def test_without_a_gpu_triton_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    with pytest.raises(ConfigError, match=r"^engine\.kernel_backend: "):
+        load_engine(ModelSource(), CONFIG.model_copy(update={"kernel_backend": "triton"}))
 
 
 def test_missing_files_are_an_error_unless_asked_for(folder: str) -> None:

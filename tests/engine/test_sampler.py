@@ -58,6 +58,16 @@ def test_penalties_and_biases(sampling: dict[str, object], outputs: tuple[int, .
     assert choose({4: 2.0, 9: 3.0}, sequence(outputs=outputs, **sampling)) == expected
 
 
+def test_repetition_counts_each_new_token_whatever_was_kept() -> None:
+    sampler, seq = Sampler(frozenset()), sequence(prompt=(7,), repetition_penalty=2.0)
+    row = torch.zeros(1, 16)
+    row[0, [3, 5, 7]] = torch.tensor([2.5, 2.0, 3.0])
+    for expected in (3, 5, 7):  # 3 has 1.25 then, 5 has 1.0 and 7 its 1.5
+        (token,) = sampler.launch(row.clone(), [seq]).wait().token_ids
+        assert token == expected
+        seq.append(int(token))
+
+
 def test_repetition_counts_the_prompt_and_pushes_negative_logits_down() -> None:
     assert choose({4: 2.0, 9: 3.0}, sequence(prompt=(9,), repetition_penalty=2.0)) == 4
     row = torch.full((1, VOCAB), -3.0)

@@ -214,6 +214,18 @@ def test_the_youngest_is_preempted_and_returns_before_new_arrivals() -> None:
     assert order == ["old", "young", "new"]
 
 
+def test_waiting_counts_from_the_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: clock[0])
+    scheduler = make_scheduler(num_blocks=8)
+    scheduler.add(request("old", 15, first=1, max_tokens=10))
+    scheduler.add(request("young", 11, first=20, max_tokens=10))
+    while not scheduler.snapshot().num_preemptions:
+        clock[0] += 7.0
+        run_step(scheduler)
+    assert scheduler.snapshot().oldest_waiting_s == 0.0
+
+
 def finish_order(scheduler: Scheduler) -> list[str]:
     order = []
     for _ in range(1000):

@@ -119,4 +119,19 @@ def test_unsupported_fields_are_refused_unless_harmless(field: str) -> None:
 
 def test_one_is_not_true_for_an_unsupported_field() -> None:
     with pytest.raises(InvalidRequestError):
-        parse_chat(chat(best_of=True))
+        parse_chat(chat(add_generation_prompt=1))
+
+
+def test_fields_that_ask_for_nothing_beyond_others() -> None:
+    parse_chat(chat(n=3, best_of=3, top_logprobs=0))
+    parse_chat(chat(n=3, best_of=1))
+    for fields, param in (
+        ({"best_of": 2}, "best_of"),
+        ({"best_of": True}, "best_of"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logit_bias": {str(index): 0.0 for index in range(1025)}}, "logit_bias"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            parse_chat(chat(**fields))
+        assert caught.value.param == param
+    parse_chat(chat(logit_bias={str(index): 0.0 for index in range(1024)}))

@@ -185,6 +185,18 @@ async def test_an_answer_that_is_not_streamed_is_made_once_more() -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_is_sent_again_has_another_id_on_the_way() -> None:
+    """What the lost replica's channel still carries must not pass for the next one's tokens."""
+    dispatcher, client = build(failing(["a", "b"], LOST, after=1), "a", "b")
+    task = asyncio.create_task(anext(dispatcher.generate(prompt("x", streamed=False), None)))
+    while len(client.sent) < 2:
+        await asyncio.sleep(0.001)
+    report(dispatcher, "c")
+    assert [one.request_id for one in await task] == ["x"]
+    assert len(client.sent) == len({request.request_id for request in client.requests}) == 3
+
+
+@pytest.mark.asyncio
 async def test_an_answer_that_is_not_streamed_is_the_same_though_its_engine_died_half_way() -> None:
     engines = {name: load_engine(ModelSource(), ENGINE) for name in "ab"}
 

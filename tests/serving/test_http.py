@@ -39,6 +39,17 @@ async def test_bodies_are_bounded_by_length_and_by_count() -> None:
         await read_body(request_with(), 4)
 
 
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_during_its_upload_is_no_fault_of_ours() -> None:
+    messages = iter([{"type": "http.request", "body": b"a", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> Message:
+        return next(messages)
+
+    with pytest.raises(ClientDisconnected):
+        await read_body(Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive), 4)
+
+
 def test_retryable_errors_say_when() -> None:
     response = error_response(OverloadedError("full", retry_after_s=1.2))
     assert (response.status_code, response.headers["retry-after"]) == (429, "2")

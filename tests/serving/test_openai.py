@@ -152,6 +152,13 @@ def test_what_the_pool_cannot_hold(fields: Any, ids: list[int], error: type[Requ
     assert caught.value.param == param
 
 
+def test_a_limit_that_is_too_large_is_refused_by_the_name_it_came_by() -> None:
+    api = parse_chat(chat(max_completion_tokens=19))
+    with pytest.raises(ContextLengthError) as caught:
+        generate_requests(api, [1, 2], "r", vocab_size=100, max_model_len=20)
+    assert caught.value.param == "max_completion_tokens"
+
+
 def test_limits_are_inclusive() -> None:
     assert requests_of({"max_tokens": 18}, [0, 99])[0].sampling.max_tokens == 18
 

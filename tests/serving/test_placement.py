@@ -41,6 +41,14 @@ def left(nodes: list[Node] | None) -> list[float]:
     [
         (pool({}, num_cpus=1.0), {}),
         (
+            pool({"bundle_labels": ({"zone": "x"},)}, num_cpus=1.0),
+            {
+                "placement_group_bundles": [{"CPU": 1.0}],
+                "placement_group_strategy": "STRICT_PACK",
+                "placement_group_bundle_label_selector": [{"zone": "x"}],
+            },
+        ),
+        (
             pool({"tensor": 2}, num_cpus=0.5, num_gpus=1.0),
             {"placement_group_bundles": [{"CPU": 0.5, "GPU": 1.0}] * 2, "placement_group_strategy": "STRICT_PACK"},
         ),
@@ -66,7 +74,7 @@ def left(nodes: list[Node] | None) -> list[float]:
             },
         ),
     ],
-    ids=["one", "tensor", "expert", "both"],
+    ids=["one", "labelled", "tensor", "expert", "both"],
 )
 def test_options_of_serve(config: PoolConfig, options: dict[str, Any]) -> None:
     assert placement_options(config) == options

@@ -11,6 +11,7 @@ import pytest
 
 from app import tokenizer as tokenizer_module
 from app.config import RouterConfig, RouterSettings, VersionConfig
+from app.errors import ConfigError
 from app.protocol import GenerateRequest, TokenChunk
 from app.serving import router as module
 from app.serving.dispatch import PromptRun
@@ -25,6 +26,7 @@ class ScriptedVersion:
     model = "longspan-tiny"
     app = "pools"
     tokenizer = TOKENIZER
+    problem: str | None = None
 
     def __init__(self, play: Play | None = None) -> None:
         self.limits: dict[PoolName, PoolLimits] = {
@@ -66,6 +68,25 @@ ClientOf = Callable[..., httpx.AsyncClient]
 
 def data_events(response: httpx.Response) -> list[Any]:
     return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+
+
+@pytest.mark.asyncio
+async def test_a_version_with_a_problem_answers_with_it(client_of: ClientOf) -> None:
+    version = ScriptedVersion()
+    version.problem = "another tokenizer"
+    async with client_of(version) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "another tokenizer")
+
+
+def test_weights_that_leave_no_version_are_refused_and_the_old_ones_stay(client_of: ClientOf) -> None:
+    client_of(ScriptedVersion())
+    router = Router(RouterConfig())
+    router.reconfigure({"weights": {"pools": 2}})
+    for weights in ({"pool": 1}, {"pools": 0}):
+        with pytest.raises(ConfigError, match=r"^user_config\.weights: "):
+            router.reconfigure({"weights": weights})
+    assert router._settings.weights == {"pools": 2}
 
 
 @pytest.mark.asyncio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,4 +71,10 @@ async def test_an_outage_of_the_monitor_takes_nothing_away(monkeypatch: pytest.M
     # Restarted: it knows nothing yet, and limits do not change within a version.
     await hear(VersionSnapshot({}, ()))
     assert version.ready_pools == set() and version.limits == {"short": LIMITS}
+    assert version.problem is None
+    # The pools serve another model: its replicas encode nothing like this router.
+    await hear(VersionSnapshot({"short": replace(LIMITS, tokenizer="other")}, ((1.0, REPORT),)))
+    assert version.problem is not None and "pools" in version.problem
+    await hear(VersionSnapshot({"short": replace(LIMITS, tokenizer=version.tokenizer.digest)}, ((1.0, REPORT),)))
+    assert version.problem is None
     poll.cancel()
