@@ -47,9 +47,10 @@ class Admission:
 
 
 def check_queue(load: PoolLoad, num_seqs: int, num_prefill_tokens: int, bounds: QueueBounds) -> None:
-    """Raise OverloadedError if a prompt would wait too long; its `retry_after_s` is when there will be room for it.
+    """Raise OverloadedError if the prompts of an HTTP request would wait too long.
 
-    A prompt that would be the only one to wait always goes in, and while the speed is not known only the number counts.
+    Its `retry_after_s` is when there will be room for them. What nothing waits before always goes in, and while the
+    speed is not known only the number counts.
     """
     num_replicas = max(1, load.num_replicas)
     excess_seqs = load.waiting_seqs + num_seqs - bounds.max_waiting_seqs * num_replicas

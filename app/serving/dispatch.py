@@ -59,6 +59,19 @@ class PromptRun:
     prompt_text: str = ""  # echoed
     is_streamed: bool = True  # False: nothing leaves before the end, so that a loss on the way can be made good
     is_spilled: bool = False
+    # Prompts of one HTTP request in one pool are admitted together, with the first: they do not refuse each other.
+    followers: tuple[PromptRun, ...] = ()
+    is_follower: bool = False
+
+    @classmethod
+    def together(cls, runs: Sequence[PromptRun]) -> list[PromptRun]:
+        """The runs of one HTTP request, each pool's first with the others as its followers."""
+        first = {run.pool: run for run in reversed(runs)}
+        return [
+            replace(run, is_follower=True) if run is not first[run.pool] else
+            replace(run, followers=tuple(other for other in runs if other.pool == run.pool and other is not run))
+            for run in runs
+        ]  # fmt: skip
 
 
 class Dispatcher:
@@ -143,19 +156,28 @@ class Dispatcher:
                 self._counts["router_retries"] += len(run.requests)
 
     def _admit(self, run: PromptRun, keys: Sequence[PrefixKey]) -> Ticket:
-        settings = self._settings()
-        num_tokens = len(run.requests[0].prompt_token_ids)
-        new_tokens = num_tokens - self._directory.find(keys).num_tokens
-        try:
-            bounds = settings.short if self._pool == "short" else settings.long
-            check_queue(self.load(), len(run.requests), new_tokens, bounds)
-        except OverloadedError:
-            self._counts["router_requests_rejected"] += len(run.requests)
-            self._counts["router_tokens_rejected"] += new_tokens
-            raise
+        if not run.is_follower:
+            self._check_queue(run, keys)
         if run.is_spilled:
             self._counts["router_requests_spilled"] += len(run.requests)
-        return Ticket(self._view, len(run.requests), num_tokens)
+        return Ticket(self._view, len(run.requests), len(run.requests[0].prompt_token_ids))
+
+    def _check_queue(self, run: PromptRun, keys: Sequence[PrefixKey]) -> None:
+        num_seqs, new_tokens = len(run.requests), self._num_new_tokens(run.requests[0], keys)
+        for other in run.followers:
+            request = other.requests[0]
+            num_seqs += len(other.requests)
+            new_tokens += self._num_new_tokens(request, prefix_keys(request.prompt_token_ids, request.cache_salt))
+        settings = self._settings()
+        try:
+            check_queue(self.load(), num_seqs, new_tokens, settings.short if self._pool == "short" else settings.long)
+        except OverloadedError:
+            self._counts["router_requests_rejected"] += num_seqs
+            self._counts["router_tokens_rejected"] += new_tokens
+            raise
+
+    def _num_new_tokens(self, request: GenerateRequest, keys: Sequence[PrefixKey]) -> int:
+        return len(request.prompt_token_ids) - self._directory.find(keys).num_tokens
 
     async def _find_replica(
         self, run: PromptRun, keys: Sequence[PrefixKey], ticket: Ticket, deadline_s: float | None

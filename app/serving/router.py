@@ -212,7 +212,7 @@ class Router:
             if api.echo:
                 echo = prompt if isinstance(prompt, str) else version.tokenizer.decode(ids)
             runs.append(PromptRun(pool, requests, bucket, echo, api.stream, is_spilled))
-        return runs
+        return PromptRun.together(runs)
 
 
 def _remaining_s(deadline_s: float | None) -> float | None:

@@ -362,6 +362,32 @@ async def test_a_drained_queue_takes_requests_again_at_once() -> None:
 
 
 @pytest.mark.asyncio
+async def test_the_prompts_of_one_http_request_go_in_together_or_not_at_all() -> None:
+    gate = asyncio.Event()
+
+    async def slow(replica: str | None, requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[TokenChunk], None]:
+        await gate.wait()
+        async for item in answer(replica, requests):
+            yield item
+
+    dispatcher, client = build(slow, "a", short=QueueBounds(max_ttft_s=1.0))
+    report(dispatcher, "a", prefill_step_tokens=1000, prefill_step_seconds=1.0)
+    runs = PromptRun.together([prompt(str(index), tokens=[index] * 400) for index in range(4)])
+    assert [len(run.followers) for run in runs] == [3, 0, 0, 0]
+    # On an idle pool, though the last of them waits for longer than the bound.
+    held = [asyncio.create_task(texts(dispatcher, run)) for run in runs]
+    await asyncio.sleep(0)
+    assert dispatcher.load().waiting_prefill_tokens == 1600
+    late, _ = PromptRun.together([prompt("late"), prompt("later")])
+    with pytest.raises(OverloadedError):
+        await texts(dispatcher, late)
+    gate.set()
+    assert await asyncio.gather(*held) == [["1", "2"]] * 4
+    assert len(client.sent) == 4 and dispatcher.load().is_idle
+    assert dispatcher.traffic.router_requests_rejected == 2 and dispatcher.traffic.router_tokens_rejected == 20
+
+
+@pytest.mark.asyncio
 async def test_the_bucket_learns_how_much_is_generated() -> None:
     dispatcher, _ = build(answer, "a")
     for index in range(400):
