@@ -38,6 +38,7 @@ from app.serving.versions import Version
 
 # Encoding this many characters takes some 10 ms: longer texts leave the event loop to the other requests.
 INLINE_ENCODE_CHARS = 32_768
+MESSAGE_CHARS = 64  # what the template takes for a message, as if it were text
 
 
 class Router:
@@ -97,7 +98,8 @@ class Router:
         return await self._generate(request, openai.parse_completion(await self._body(request)))
 
     async def models(self, _request: Request) -> Response:
-        by_name = {version.model: version for version in self._versions.values()}
+        weights = self._settings.weights
+        by_name = {one.model: one for app, one in self._versions.items() if not weights or weights.get(app)}
         data = [_model_entry(name, version) for name, version in by_name.items()]
         return http.JSONBody({"object": "list", "data": data})
 
@@ -247,6 +249,6 @@ async def _encode(version: Version, prompt: Prompt | Messages, max_tokens: int |
     if isinstance(prompt, str):
         num_chars, encode = len(prompt), partial(tokenizer.encode, prompt, max_tokens=max_tokens)
     else:
-        num_chars = sum(len(message["content"]) for message in prompt)
+        num_chars = sum(len(message["content"]) + MESSAGE_CHARS for message in prompt)
         encode = partial(tokenizer.apply_chat_template, prompt, max_tokens=max_tokens)
     return encode() if num_chars < INLINE_ENCODE_CHARS else await asyncio.to_thread(encode)

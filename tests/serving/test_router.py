@@ -79,6 +79,38 @@ async def test_a_version_with_a_problem_answers_with_it(client_of: ClientOf) -> 
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "another tokenizer")
 
 
+@pytest.mark.asyncio
+async def test_a_conversation_of_many_short_messages_leaves_the_event_loop(
+    client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    async def to_thread(function: Callable[[], Any]) -> Any:
+        seen.append(function)
+        return [1] * 2000  # longer than any pool takes
+
+    monkeypatch.setattr(module.asyncio, "to_thread", to_thread)
+    async with client_of(ScriptedVersion()) as client:
+        for num_messages in (10, 1000):
+            messages = [{"role": "user", "content": ""}] * num_messages
+            await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2000})
+    assert len(seen) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_takes_no_traffic_is_not_listed(client_of: ClientOf) -> None:
+    client_of(ScriptedVersion())
+    versions = tuple(VersionConfig(app=app) for app in ("pools", "other"))
+    router = Router(RouterConfig(versions=versions, settings=RouterSettings(weights={"pools": 1})))
+    off = ScriptedVersion()
+    off.model = "off"
+    router._versions["other"] = off  # type: ignore[assignment]
+    transport = httpx.ASGITransport(router.__serve_build_asgi_app__())
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        listed = (await client.get("/v1/models")).json()
+    assert [one["id"] for one in listed["data"]] == ["longspan-tiny"]
+
+
 def test_weights_that_leave_no_version_are_refused_and_the_old_ones_stay(client_of: ClientOf) -> None:
     client_of(ScriptedVersion())
     router = Router(RouterConfig())
