@@ -188,7 +188,7 @@ def _check_model(application: _Application, field: str, model: ModelSource, pool
     if pools.import_path != POOLS_PATH:
         return
     served = pools.load(PoolsConfig, pools.args, "args").model
-    if Tokenizer(served.folder).digest != tokenizer.digest:
+    if served.folder != model.folder and Tokenizer(served.folder).digest != tokenizer.digest:
         raise application.error(f"{field}.path: has another tokenizer than the model of {pools.name}", f"{field}.path")
 
 

@@ -59,19 +59,20 @@ class PromptRun:
     prompt_text: str = ""  # echoed
     is_streamed: bool = True  # False: nothing leaves before the end, so that a loss on the way can be made good
     is_spilled: bool = False
-    # Prompts of one HTTP request in one pool are admitted together, with the first: they do not refuse each other.
-    followers: tuple[PromptRun, ...] = ()
-    is_follower: bool = False
+    # Prompts of one HTTP request in one pool are admitted with the first, so that they do not refuse each other: these;
+    # None: it is one of them.
+    followers: tuple[PromptRun, ...] | None = ()
 
     @classmethod
     def together(cls, runs: Sequence[PromptRun]) -> list[PromptRun]:
         """The runs of one HTTP request, each pool's first with the others as its followers."""
         first = {run.pool: run for run in reversed(runs)}
         return [
-            replace(run, is_follower=True) if run is not first[run.pool] else
             replace(run, followers=tuple(other for other in runs if other.pool == run.pool and other is not run))
+            if run is first[run.pool]
+            else replace(run, followers=None)
             for run in runs
-        ]  # fmt: skip
+        ]
 
 
 class Dispatcher:
@@ -156,15 +157,15 @@ class Dispatcher:
                 self._counts["router_retries"] += len(run.requests)
 
     def _admit(self, run: PromptRun, keys: Sequence[PrefixKey]) -> Ticket:
-        if not run.is_follower:
-            self._check_queue(run, keys)
+        if run.followers is not None:
+            self._check_queue(run, run.followers, keys)
         if run.is_spilled:
             self._counts["router_requests_spilled"] += len(run.requests)
         return Ticket(self._view, len(run.requests), len(run.requests[0].prompt_token_ids))
 
-    def _check_queue(self, run: PromptRun, keys: Sequence[PrefixKey]) -> None:
+    def _check_queue(self, run: PromptRun, followers: Sequence[PromptRun], keys: Sequence[PrefixKey]) -> None:
         num_seqs, new_tokens = len(run.requests), self._num_new_tokens(run.requests[0], keys)
-        for other in run.followers:
+        for other in followers:
             request = other.requests[0]
             num_seqs += len(other.requests)
             new_tokens += self._num_new_tokens(request, prefix_keys(request.prompt_token_ids, request.cache_salt))

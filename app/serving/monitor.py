@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from app.serving.scaling_view import PoolStart, RouterDemand, ScalingView
 logger = logging.getLogger("ray.serve")
 
 STALE_AFTER_S = 10.0
+ALIVE_S = 3.0  # after its last report, one a second, a replica counts as gone
 PLACED_S = 5.0  # a replica that waits no longer is just being placed
 REPEAT_S = 60.0
 
@@ -96,14 +98,17 @@ class Monitor:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve hands to the scaling policy."""
-        return self._scaling.stats(time.monotonic())
+        now = time.monotonic()
+        alive = Counter(report.pool for arrived_s, report in self._reports.values() if now - arrived_s < ALIVE_S)
+        return self._scaling.stats(alive, now)
 
     async def report(self, report: ReplicaReport) -> None:
         # Age counts from arrival: the sender's clock may differ.
         now = time.monotonic()
+        if report.replica_id not in self._reports:
+            self._scaling.hear_start(report.pool, report.start_s, now)
         self._reports[report.replica_id] = (now, report)
         self._limits[report.pool] = report.limits
-        self._scaling.hear_replica(report.pool, report.replica_id, report.start_s, now)
 
     def check_health(self) -> None:
         """Asked by Serve now and then: the moment to log which replicas find no room, as they cannot say it."""

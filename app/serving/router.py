@@ -98,8 +98,7 @@ class Router:
         return await self._generate(request, openai.parse_completion(await self._body(request)))
 
     async def models(self, _request: Request) -> Response:
-        weights = self._settings.weights
-        by_name = {one.model: one for app, one in self._versions.items() if not weights or weights.get(app)}
+        by_name = {version.model: version for version in self._in_traffic()}
         data = [_model_entry(name, version) for name, version in by_name.items()]
         return http.JSONBody({"object": "list", "data": data})
 
@@ -126,10 +125,8 @@ class Router:
 
     async def ready(self, _request: Request) -> Response:
         """200 once every pool of some version that takes traffic has a replica."""
-        weights = self._settings.weights
-        for version in self._versions.values():
-            if (not weights or weights.get(version.app)) and version.ready_pools == set(POOLS):
-                return http.JSONBody({"status": "ready"})
+        if any(version.ready_pools == set(POOLS) for version in self._in_traffic()):
+            return http.JSONBody({"status": "ready"})
         raise UnavailableError("no version has replicas in every pool yet", retry_after_s=2.0)
 
     async def version(self, _request: Request) -> Response:
@@ -165,6 +162,10 @@ class Router:
             return http.JSONBody(await http.until_disconnect(request.receive, generation.whole()))
         finally:
             await generation.close()
+
+    def _in_traffic(self) -> list[Version]:
+        weights = self._settings.weights
+        return [version for app, version in self._versions.items() if not weights or weights.get(app)]
 
     def _choose_version(self, model: str | None) -> Version:
         name = next(iter(self._versions.values())).model if model is None else model

@@ -21,7 +21,6 @@ logger = logging.getLogger("ray.serve")
 
 READ_PERIOD_S = 0.5  # of the policy's decisions
 STALE_AFTER_S = 10.0
-ALIVE_S = 3.0  # after its last report, one a second, a replica counts as gone
 SHOWN_S = 2.0  # by then the board shows a new replica, and routers send to it
 REJECTION_WINDOW_S = 5.0  # time constant of the rate of refused tokens; after twice as long without any it is 0
 
@@ -53,8 +52,7 @@ class ScalingView:
         self._stamp = -math.inf  # of the decisions
         self._stamp_s = -math.inf  # when it changed
         self._known: set[PoolName] = set()  # pools that had a replica
-        self._alive: dict[str, tuple[PoolName, float]] = {}  # when each replica last reported
-        self._renewed_s: dict[PoolName, float] = {}  # when one reported for the first time
+        self._renewed_s: dict[PoolName, float] = {}  # when a replica reported for the first time
         self._start_s: dict[PoolName, float] = {}  # of the engine alone
         self._cold_start_s: dict[PoolName, float] = {}
         self._waking_since_s: dict[PoolName, float] = {}
@@ -78,12 +76,8 @@ class ScalingView:
     def is_active(self) -> bool:
         return bool(self._settings)
 
-    def hear_replica(self, pool: PoolName, replica_id: str, start_s: float, now: float) -> None:
-        is_new = replica_id not in self._alive
-        self._alive = {key: held for key, held in self._alive.items() if now - held[1] < STALE_AFTER_S}
-        self._alive[replica_id] = pool, now
-        if not is_new:
-            return  # it may be on its way out
+    def hear_start(self, pool: PoolName, start_s: float, now: float) -> None:
+        """Take a replica's first report; later ones may be those of a replica on its way out."""
         self._known.add(pool)
         self._renewed_s[pool] = now
         self._start_s[pool] = start_s
@@ -111,8 +105,8 @@ class ScalingView:
                 self._rejected_s[name] = now
         self._rejected = rejected
 
-    def stats(self, now: float) -> dict[str, float]:
-        """For `record_autoscaling_stats`: settings and demand."""
+    def stats(self, num_alive: Mapping[PoolName, int], now: float) -> dict[str, float]:
+        """For `record_autoscaling_stats`: settings and demand. num_alive: replicas that report, by pool."""
         elapsed_s = now - self._rated_s
         if elapsed_s > 0:
             part = 1.0 - math.exp(-elapsed_s / REJECTION_WINDOW_S)
@@ -122,14 +116,13 @@ class ScalingView:
             self._rated_s = now
         for name in set(self._settings) - self._known:
             self._waking_since_s.setdefault(name, now)
-        return monitor_stats(self._config, {name: self._demand(name, now) for name in self._settings})
+        return monitor_stats(self._config, {name: self._demand(name, num_alive, now) for name in self._settings})
 
-    def _demand(self, name: PoolName, now: float) -> Demand:
+    def _demand(self, name: PoolName, num_alive: Mapping[PoolName, int], now: float) -> Demand:
         # A pool that nobody has heard of is started once: routers must learn what it takes.
         held = self._held.get(name, 0) or (0 if name in self._known else 1)
         is_rejecting = now - self._rejected_s.get(name, -math.inf) < 2 * REJECTION_WINDOW_S
-        num_alive = sum(pool == name and now - heard_s < ALIVE_S for pool, heard_s in self._alive.values())
-        return Demand(held, self._rejected_per_s[name] if is_rejecting else 0.0, num_alive)
+        return Demand(held, self._rejected_per_s[name] if is_rejecting else 0.0, num_alive.get(name, 0))
 
     def decisions(self, now: float) -> dict[PoolName, PoolDecision]:
         """What the policy last decided, nothing if that is long ago."""
